@@ -1,0 +1,60 @@
+"""A prepared model folder: what the engine knows about a model without touching its weights.
+
+`python -m kernels.prepare SOURCE` makes such a folder from a GGUF file. It holds
+
+    model.json            this module's ModelConfig
+    tokenizer.json        for the `tokenizers` package
+    chat_template.jinja   absent when the model has none
+    weights.safetensors   float32, named and laid out as Hugging Face Llama checkpoints are
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import ModelError
+from engine.shapes import KVDtype, PageShape
+
+CONFIG = "model.json"
+TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+WEIGHTS = "weights.safetensors"
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Architecture and vocabulary facts of a model."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_size: int
+    context_length: int
+    rope_theta: float
+    rms_eps: float
+    tied_embeddings: bool
+    bos_token: int | None
+    eos_tokens: tuple[int, ...]
+    weights_id: str
+    """Content hash of the source's weights: part of `numerics_id` and of every cache key."""
+
+    def page_shape(self, tokens: int, dtype: KVDtype) -> PageShape:
+        """The page of this model for the given number of tokens and KV dtype."""
+        return PageShape(tokens, self.layers, self.kv_heads, self.head_dim, dtype)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read `model.json` of a prepared folder; a ModelError says what is wrong with it."""
+    path = folder / CONFIG
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ModelConfig)
+    except FileNotFoundError:
+        raise ModelError(f"{folder}: no {CONFIG}; make the folder with `python -m kernels.prepare SOURCE`") from None
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{path}: {error}; delete the folder and prepare it again") from None

@@ -1,0 +1,40 @@
+"""How a token is chosen: parameters of a request and the counter-based noise rule.
+
+A sampled token is a pure function of the token log. Noise for vocabulary id `v` at log position
+`t` (the position that the sampled token will take) is
+
+    Philox4x64-10, key = (seed, choice), counter = (t, v, 0, 0), first output word x
+    u = ((x >> 11) + 0.5) * 2**-53
+    gumbel = -log(-log(u))
+
+and the token is the argmax of `logit / temperature + gumbel` over the ids that survive the
+filters, ties broken by (value descending, id ascending). Temperature 0 is the argmax of the
+logits with the same tie rule. Source of the generator: Salmon et al., "Parallel random numbers:
+as easy as 1, 2, 3", SC'11; of the Gumbel-max trick: Gumbel 1954, Maddison et al. 2014.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The immutable sampling parameters of one choice of one request.
+
+    The seed is always set here: the gateway draws a missing one once and logs it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Keep the k most likely ids; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely ids whose probabilities sum to at least top_p."""
+    min_p: float = 0.0
+    """Drop ids less likely than min_p times the most likely one."""
+    seed: int = 0
+    """Unsigned 64 bit."""
+    choice: int = 0
+    """Index of this choice among the n of its request."""
+
+
+GREEDY = SamplingParams()

@@ -1,0 +1,1 @@
+"""Kernels make numbers: the Backend protocol and everything that implements it."""

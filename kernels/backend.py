@@ -1,0 +1,70 @@
+"""The one call that makes tokens: `Backend.step(rows)`.
+
+A decode step, a prefill chunk and the verification of drafted tokens are all the same call on
+rows; a step may mix them freely. Everything a later kernel needs is in the signature already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from engine.model import ModelConfig
+    from engine.sampling import SamplingParams
+    from engine.shapes import PageShape
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One step's work: R rows, each one token of one of S sequences.
+
+    Rows of one sequence are consecutive and ascend in position without a gap. A row writes the
+    keys and values of its position into the sequence's pages, then attends to positions
+    0 … position. The caller guarantees that positions below the sequence's first row are filled
+    and that the block table covers the sequence's last row.
+    """
+
+    sequence: NDArray[np.int32]
+    """[R] index into `block_tables` and `sampling`."""
+    position: NDArray[np.int32]
+    """[R] absolute position of the row's token in the sequence's log."""
+    token: NDArray[np.int32]
+    """[R] the token that the row consumes."""
+    is_draft: NDArray[np.bool_]
+    """[R] the token was drafted, not committed."""
+    needs_logits: NDArray[np.bool_]
+    """[R] sample the token that follows this row."""
+    masks: tuple[NDArray[np.uint32] | None, ...]
+    """One a row: allowed vocabulary ids as bits (id v is bit v % 32 of word v // 32), or None."""
+    block_tables: tuple[NDArray[np.int32], ...]
+    """One a sequence: page indexes, block b holding positions b*tokens … (b+1)*tokens - 1."""
+    sampling: tuple[SamplingParams, ...]
+    """One a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step made. L is the number of rows that need logits, in row order."""
+
+    tokens: NDArray[np.int32]
+    """[L] the sampled token that follows each row; its log position is the row's plus one."""
+    logits: NDArray[np.float32] | None = None
+    """[L, vocab_size] before any filter, only when asked for."""
+
+
+class Backend(Protocol):
+    """A model with its weights over a pool of KV pages."""
+
+    config: ModelConfig
+    page_shape: PageShape
+    numerics_id: str
+    """Kernel version, ISA rule, weight format and content, KV dtype, tensor-parallel degree: workers
+    of equal id give equal tokens."""
+
+    def step(self, rows: Rows, *, return_logits: bool = False) -> StepResult:
+        """Fill the rows' positions and sample where asked. One caller at a time; releases the GIL."""
+        ...

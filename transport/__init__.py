@@ -1,0 +1,1 @@
+"""Transport moves messages (links, channels) and pages (page transports) and knows no policy."""
