@@ -47,3 +47,11 @@ class PageShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def pages_for(self, positions: int) -> int:
         """Pages that hold the given number of positions."""
         return -(-positions // self.tokens)
+
+
+class PageRef(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
+    """The name of one life of a page: a freed page comes back under the next generation."""
+
+    pool: int
+    index: int
+    generation: int

@@ -1,0 +1,50 @@
+"""Names of things on the wire: incarnations of actors, and requests that know who owns them."""
+
+from __future__ import annotations
+
+import msgspec
+
+EPOCH_BITS = 24
+COUNTER_BITS = 32
+MAX_EPOCH = (1 << EPOCH_BITS) - 1
+
+
+class Incarnation(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
+    """One life of an actor. The epoch goes up by one at every (re)start and is never reused."""
+
+    name: str
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.epoch}"
+
+
+class SequenceKey(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
+    """One choice of one request: what a worker runs as a sequence."""
+
+    request: int
+    choice: int
+
+
+def pack_request(gateway: int, epoch: int, counter: int) -> int:
+    """The 64-bit id of a request.
+
+        63       56 55        32 31          0
+        [ gateway ] [  epoch   ] [  counter  ]
+
+    The id names the incarnation of the gateway that owns the request, so that whoever holds a
+    request can tell that its owner is gone without asking anybody.
+    """
+    if not (0 <= gateway < 256 and 0 < epoch <= MAX_EPOCH and 0 <= counter < 1 << COUNTER_BITS):
+        raise ValueError(f"request id out of range: gateway {gateway}, epoch {epoch}, counter {counter}")
+    return gateway << (EPOCH_BITS + COUNTER_BITS) | epoch << COUNTER_BITS | counter
+
+
+def owner_of(request: int) -> tuple[int, int]:
+    """(ordinal of the gateway, its epoch) that owns a request."""
+    return request >> (EPOCH_BITS + COUNTER_BITS), request >> COUNTER_BITS & MAX_EPOCH
+
+
+def request_name(request: int) -> str:
+    """How logs and clients write a request id."""
+    return f"req-{request:016x}"
