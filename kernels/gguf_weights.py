@@ -1,0 +1,182 @@
+"""The numbers of a GGUF file: check them, then write them as float32 safetensors.
+
+Checking is a cheap first pass over the quantised bytes (each number is finite exactly when its
+block's scales are), so that a damaged file is refused before the slow second pass begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import struct
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kernels.gguf_file import GGUFHeader, TensorInfo
+    from kernels.gguf_llama import TensorPlan
+
+    Array = np.ndarray[Any, Any]
+
+CHUNK_ELEMENTS = 1 << 21
+WORKERS = 4
+
+_HALF = (np.uint16, 0x7C00)
+"""All exponent bits of a float16: set in Inf and NaN only."""
+_SCALES: dict[GGMLQuantizationType, tuple[tuple[type[np.generic], int], tuple[int, ...]]] = {
+    # type: (words and their exponent bits, byte offsets in a block of the words that may be non-finite)
+    GGMLQuantizationType.F32: ((np.uint32, 0x7F800000), (0,)),
+    GGMLQuantizationType.F16: (_HALF, (0,)),
+    GGMLQuantizationType.BF16: ((np.uint16, 0x7F80), (0,)),
+    GGMLQuantizationType.Q8_0: (_HALF, (0,)),
+    GGMLQuantizationType.Q4_0: (_HALF, (0,)),
+    GGMLQuantizationType.Q4_1: (_HALF, (0, 2)),
+    GGMLQuantizationType.Q4_K: (_HALF, (0, 2)),
+    GGMLQuantizationType.Q6_K: (_HALF, (208,)),
+}
+
+
+def check_types(header: GGUFHeader, plans: list[TensorPlan]) -> None:
+    """ModelError naming the first tensor whose type we cannot read."""
+    for plan in plans:
+        if plan.source.type not in _SCALES:
+            known = ", ".join(kind.name for kind in _SCALES)
+            raise ModelError(
+                f"{header.path}: tensor {plan.source.name} has the type {plan.source.type.name}; convert the "
+                f"model to one of {known}"
+            )
+
+
+def check_numbers(header: GGUFHeader, plans: list[TensorPlan]) -> str:
+    """Refuse NaN and Inf anywhere; the content hash of all weights (32 hexadecimal digits).
+
+    ModelError names the tensor. Reads every byte once, with no copy larger than a tensor.
+    """
+
+    def digest(plan: TensorPlan) -> bytes:
+        tensor = plan.source
+        data = _read(header.path, tensor, 0, tensor.size)
+        (word, mask), offsets = _SCALES[tensor.type]
+        blocks = data.reshape(-1, GGML_QUANT_SIZES[tensor.type][1])
+        for offset in offsets:
+            words = blocks[:, offset : offset + np.dtype(word).itemsize]
+            bits = np.ascontiguousarray(words).view(word)
+            if ((bits & np.array(mask, word)) == mask).any():
+                raise ModelError(
+                    f"{header.path}: tensor {tensor.name} holds NaN or Inf; fetch the file again"
+                )
+        label = f"{plan.name} {tensor.type.name} {tensor.shape} ".encode()
+        return hashlib.blake2b(label + hashlib.blake2b(data.data).digest()).digest()
+
+    total = hashlib.blake2b(digest_size=16)
+    with _pool() as pool:
+        for part in pool.map(digest, plans):
+            total.update(part)
+    return total.hexdigest()
+
+
+def write_safetensors(
+    header: GGUFHeader, plans: list[TensorPlan], path: Path, advance: Callable[[int], object]
+) -> None:
+    """De-quantise all tensors to float32 and write them (format: https://github.com/huggingface/safetensors).
+
+    `advance(numbers)` is called as numbers are written. Needs a few chunks of memory, whatever
+    the model's size. OSError when the disk is full.
+    """
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: list[int] = []
+    end = 0
+    for plan in plans:
+        starts.append(end)
+        end += 4 * plan.source.elements
+        table[plan.name] = {
+            "dtype": "F32",
+            "shape": list(plan.source.shape),
+            "data_offsets": [starts[-1], end],
+        }
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 64)  # so that a mapped file gives aligned rows
+    with path.open("wb") as out, _pool() as pool:
+        out.write(struct.pack("<Q", len(text)) + text)
+        out.flush()
+        base, number = out.tell(), out.fileno()
+
+        def convert(plan: TensorPlan, rows: slice, position: int) -> int:
+            numbers = _rows(header.path, plan, rows)
+            _write_at(number, numbers.data.cast("B"), base + position)
+            return numbers.size
+
+        pending: deque[Future[int]] = deque()
+        for plan, start in zip(plans, starts, strict=True):
+            for rows in _chunks(plan):
+                position = start + 4 * rows.start * plan.source.shape[-1]
+                pending.append(pool.submit(convert, plan, rows, position))
+        while pending:
+            advance(pending.popleft().result())
+
+
+def _chunks(plan: TensorPlan) -> Iterator[slice]:
+    """Slices of rows, each of about CHUNK_ELEMENTS numbers and, for Q and K, of whole heads."""
+    rows, width = math.prod(plan.source.shape[:-1]), plan.source.shape[-1]
+    unit = rows // plan.heads if plan.heads else 1
+    step = max(1, CHUNK_ELEMENTS // (unit * width)) * unit
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _rows(path: Path, plan: TensorPlan, rows: slice) -> Array:
+    """The given rows of the tensor as contiguous float32 [rows][width], Q and K in Hugging Face's order."""
+    tensor = plan.source
+    row_bytes = tensor.size // math.prod(tensor.shape[:-1])
+    data = _read(path, tensor, rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
+    data = data.reshape(-1, row_bytes)
+    if plan.heads:
+        # llama.cpp interleaves the two halves of each head for its RoPE. The rows move as bytes,
+        # before they grow to float32.
+        half = math.prod(tensor.shape[:-1]) // plan.heads // 2
+        data = np.ascontiguousarray(data.reshape(-1, half, 2, row_bytes).swapaxes(1, 2)).reshape(
+            -1, row_bytes
+        )
+    return np.ascontiguousarray(gguf.dequantize(data, tensor.type), dtype="<f4")
+
+
+def _read(path: Path, tensor: TensorInfo, start: int, size: int) -> Array:
+    """Bytes of the tensor. Read, not mapped: a file cut short meanwhile is an error then, not a SIGBUS."""
+    with path.open("rb") as file:
+        data = np.fromfile(file, np.uint8, size, offset=tensor.offset + start)
+    if data.size != size:
+        raise ModelError(
+            f"{path}: truncated while it was read, in tensor {tensor.name}; fetch the file again"
+        )
+    return data
+
+
+def _write_at(number: int, data: memoryview, position: int) -> None:
+    while data:
+        written = os.pwrite(number, data, position)
+        data, position = data[written:], position + written
+
+
+@contextlib.contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads (numpy and blake2b release the interpreter lock on chunks of this size).
+
+    A failure or an interrupt drops the work that has not begun.
+    """
+    pool = ThreadPoolExecutor(min(WORKERS, len(os.sched_getaffinity(0))), thread_name_prefix="prepare")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
