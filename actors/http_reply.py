@@ -1,0 +1,203 @@
+"""From the events of one session to one HTTP response: whole, or streamed as server-sent events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+import trio
+from msgspec import UNSET
+
+from actors.openai import (
+    AnswerMessage,
+    Choice,
+    Chunk,
+    ChunkChoice,
+    ChunkDelta,
+    Completion,
+    Error,
+    ErrorBody,
+    Usage,
+)
+from actors.sessions import Delta, End
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from actors.sessions import Session
+    from engine.model import ModelConfig
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+log = structlog.get_logger()
+
+_encode = msgspec.json.Encoder().encode
+_DRAIN_BYTES = 64 * 2**20
+_DRAIN_S = 2.0
+"""How much of a refused body is still read, so that the client reads the refusal and not a reset."""
+_SSE_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class Client:
+    """The other side of one request: its body, where the response goes, and whether anybody is there."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self.send = send
+        self.gone = False
+        self._body_ended = False
+        self._answered = False
+
+    async def receive_body(self) -> bytes:
+        """The next piece of the body; empty when it has ended or the client has gone."""
+        while not (self._body_ended or self.gone):
+            message = await self._receive()
+            self.gone = message["type"] == "http.disconnect"
+            self._body_ended = not message.get("more_body", False)
+            if body := message.get("body"):
+                return bytes(body)
+        return b""
+
+    async def send_json(
+        self, status: int, value: object, headers: Iterable[tuple[bytes, bytes]] = ()
+    ) -> None:
+        """Send a whole response with a JSON body."""
+        self._answered = True
+        body = _encode(value)
+        fixed = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+        await self.send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._drain()
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send_body(self, data: bytes, *, more: bool) -> None:
+        """Send a piece of a response that has been started."""
+        self._answered = not more
+        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _drain(self) -> None:
+        """Read the rest of the body within bounds: closing on unread data would reset the connection."""
+        size = 0
+        with trio.move_on_after(_DRAIN_S):
+            while size < _DRAIN_BYTES and (data := await self.receive_body()):
+                size += len(data)
+
+    async def watch(self, session: Session) -> None:
+        """Wait for the client to go away and give its session up at once."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self._answered:
+            return  # The server says so, too, when the response has been sent.
+        self.gone = True
+        log.info("http_client_disconnected", request_id=session.request_id)
+        session.cancel("client_disconnect")
+
+
+def server_error(message: str) -> ErrorBody:
+    """The body for a failure that is ours."""
+    return ErrorBody(Error(message, "server_error", None, None))
+
+
+class Reply:
+    """The response to one chat request.
+
+    Nothing is sent before the first event, so that a request which fails before its first token
+    gets a real status. When the client is gone the events are still read to their End.
+    """
+
+    def __init__(self, session: Session, client: Client, model: ModelConfig) -> None:
+        self._session = session
+        self._client = client
+        self._created = int(time.time())
+        self._id = f"chatcmpl-{session.request_id}"
+        self._model = model.name
+        self._fingerprint = f"fp_{model.weights_id[:16]}"
+        self._headers = ((b"x-request-id", session.request_id.encode()),)
+        self._streaming = False
+
+    async def run(self, *, stream: bool, include_usage: bool) -> None:
+        """Answer to the end; no session is left open whatever happens."""
+        try:
+            if stream:
+                await self._stream(include_usage)
+            else:
+                await self._whole()
+        except trio.Cancelled:
+            self._session.cancel("shutdown")
+            raise
+        except Exception:
+            log.exception("http_reply_failed", request_id=self._session.request_id)
+            self._session.cancel("http_door")
+            await self._fail(500, "The request failed inside the server.")
+
+    async def _whole(self) -> None:
+        texts: list[str] = []
+        async for event in self._session.events():
+            if isinstance(event, Delta):
+                texts.append(event.text)
+            elif await self._succeeded(event):
+                choice = Choice(AnswerMessage("".join(texts)), event.reason)
+                value = Completion(
+                    self._id, self._created, self._model, self._fingerprint, [choice], _usage(event)
+                )
+                await self._client.send_json(200, value, self._headers)
+
+    async def _stream(self, include_usage: bool) -> None:
+        usage = None if include_usage else UNSET
+        client = self._client
+
+        def chunk(choices: list[ChunkChoice], usage: Usage | msgspec.UnsetType | None = usage) -> bytes:
+            value = Chunk(self._id, self._created, self._model, self._fingerprint, choices, usage)
+            return b"data: %b\n\n" % _encode(value)
+
+        head = chunk([ChunkChoice(ChunkDelta(role="assistant", content=""))])
+        async for event in self._session.events():
+            if isinstance(event, Delta):
+                if not client.gone:
+                    data = chunk([ChunkChoice(ChunkDelta(content=event.text))])
+                    await self._send_events(head + data)
+                    head = b""
+            elif await self._succeeded(event):
+                last = chunk([ChunkChoice(ChunkDelta(), event.reason)])
+                if include_usage:
+                    last += chunk([], _usage(event))
+                await self._send_events(head + last + b"data: [DONE]\n\n", more=False)
+
+    async def _send_events(self, data: bytes, *, more: bool = True) -> None:
+        if not self._streaming:
+            self._streaming = True
+            await self._client.send(
+                {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *self._headers]}
+            )
+        await self._client.send_body(data, more=more)
+
+    async def _succeeded(self, end: End) -> bool:
+        """Whether the End brings an answer to somebody; if it does not, the client has been told."""
+        if end.reason in ("stop", "length"):
+            return not self._client.gone
+        if end.reason == "error":
+            await self._fail(500, end.error or "The request failed.")
+        else:
+            await self._fail(503, "The request was cancelled by the server.")
+        return False
+
+    async def _fail(self, status: int, message: str) -> None:
+        if self._client.gone:
+            return
+        log.warning("http_reply_broken", request_id=self._session.request_id, reason=message)
+        if self._streaming:
+            await self._send_events(b"data: %b\n\n" % _encode(server_error(message)), more=False)
+        else:
+            await self._client.send_json(status, server_error(message), self._headers)
+
+
+def _usage(end: End) -> Usage:
+    return Usage(end.prompt_tokens, end.completion_tokens, end.prompt_tokens + end.completion_tokens)

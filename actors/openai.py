@@ -1,0 +1,262 @@
+"""The OpenAI chat wire format: what a request may say, and what responses look like.
+
+Requests are decoded with exact types and closed fields, so that a parameter which would have no
+effect is refused by name instead of being ignored. Source of the format: OpenAI's API reference,
+"Chat completions".
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from engine.sampling import SamplingParams
+
+MAX_STOPS = 4
+_TOKENS = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_SEED = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_STOP = Annotated[str, Meta(min_length=1)]
+
+
+class ApiError(Exception):
+    """A request that is answered with an OpenAI error body instead of what it asked for."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = ErrorBody(Error(message, kind, param, code))
+        self.headers = headers
+
+
+class Error(msgspec.Struct, frozen=True):
+    """What is wrong, for a person (message) and for a program (type, param, code)."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every response that is not a success, and of an error inside a stream."""
+
+    error: Error
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="text", tag_field="type"):
+    """One piece of a message whose content is given as a list."""
+
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of the conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1)]
+
+    def text(self) -> str:
+        """The content in one string; parts are joined with nothing between them."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to stream."""
+
+    include_usage: bool = False
+
+
+class _ChatBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A request body as sent."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: _TOKENS | None = None
+    max_completion_tokens: _TOKENS | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: _SEED | None = None
+    stop: _STOP | Annotated[list[_STOP], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    user: str | None = None
+
+
+class ChatRequest(msgspec.Struct, frozen=True):
+    """A chat request that is right as far as it can be known without the tokeniser."""
+
+    messages: list[dict[str, str]]
+    """Each with a role and a content."""
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    seed: int | None
+    """Unsigned 64 bit; negative seeds have been mapped to it modulo 2**64."""
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """The sampling parameters, with the seed to use when the request brought none."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=seed if self.seed is None else self.seed,
+        )
+
+
+_decode_body = msgspec.json.Decoder(_ChatBody).decode
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
+
+
+def parse_chat(body: bytes, *, model: str) -> ChatRequest:
+    """Decode and check a chat request for the one served model; an ApiError names what is wrong."""
+    try:
+        chat = _decode_body(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"The body is not a JSON object that could be read: {what}.") from None
+    if chat.model != model:
+        raise ApiError(
+            404,
+            f"The model {chat.model[:200]!r} does not exist; {model!r} is served here.",
+            param="model",
+            code="model_not_found",
+        )
+    if chat.n not in (None, 1):
+        raise ApiError(400, "'n' can only be 1: one choice a request.", param="n", code="unsupported_value")
+    if chat.stream_options is not None and not chat.stream:
+        raise ApiError(400, "'stream_options' needs 'stream' to be true.", param="stream_options")
+    stop = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop or ())
+    return ChatRequest(
+        messages=[{"role": message.role, "content": message.text()} for message in chat.messages],
+        max_tokens=_max_tokens(chat),
+        temperature=1.0 if chat.temperature is None else chat.temperature,
+        top_p=1.0 if chat.top_p is None else chat.top_p,
+        seed=None if chat.seed is None else chat.seed & (2**64 - 1),
+        stop=stop,
+        stream=bool(chat.stream),
+        include_usage=chat.stream_options is not None and chat.stream_options.include_usage,
+    )
+
+
+def _max_tokens(chat: _ChatBody) -> int | None:
+    old, new = chat.max_tokens, chat.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise ApiError(
+            400,
+            f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) mean the same here and differ.",
+            param="max_tokens",
+        )
+    return new if old is None else old
+
+
+def _invalid(error: msgspec.ValidationError) -> ApiError:
+    """Turn msgspec's message, which ends in a JSON path, into an error that names the parameter."""
+    found = _WHERE.match(str(error))
+    what, path = (found["what"], found["path"] or "") if found else (str(error), "")
+    code = None
+    if field := _FIELD.match(what):
+        path = f"{path}.{field['field']}" if path else field["field"]
+        if "unknown" in what:
+            code, what = "unknown_parameter", "this parameter is not known here"
+        else:
+            code, what = "missing_required_parameter", "it is required"
+    param = path[:200]
+    if not param:
+        return ApiError(400, f"The body is not a chat request: {what}.")
+    return ApiError(400, f"{param!r} is not valid: {what}.", param=param, code=code)
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """How many tokens went in and came out."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    """The generated turn."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One answer."""
+
+    message: AnswerMessage
+    finish_reason: str
+    index: int = 0
+    logprobs: None = None
+
+
+class Completion(msgspec.Struct, frozen=True, tag="chat.completion", tag_field="object"):
+    """The response to a request that does not stream."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Choice]
+    usage: Usage
+
+
+class ChunkDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    """The one choice that a chunk continues or finishes."""
+
+    delta: ChunkDelta
+    finish_reason: str | None = None
+    index: int = 0
+    logprobs: None = None
+
+
+class Chunk(msgspec.Struct, frozen=True, tag="chat.completion.chunk", tag_field="object"):
+    """One event of a streamed response."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    """Absent unless usage was asked for; then null but in the last chunk."""
+
+
+class Model(msgspec.Struct, frozen=True, tag="model", tag_field="object"):
+    """A model that can be asked for."""
+
+    id: str
+    created: int
+    owned_by: str = "estafet"
+
+
+class ModelList(msgspec.Struct, frozen=True, tag="list", tag_field="object"):
+    """Every model that can be asked for."""
+
+    data: list[Model]

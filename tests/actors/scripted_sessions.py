@@ -1,0 +1,183 @@
+"""A gateway that says what the test tells it to, and the HTTP door in front of it on a real socket."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+import trio
+
+from actors.http import serve_http
+from actors.http_server import ServerLimits
+from actors.sessions import Delta, End, Generation
+from engine.model import ModelConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+MODEL = ModelConfig(
+    name="Scripted-1M",
+    architecture="llama",
+    vocab_size=256,
+    hidden_size=64,
+    layers=1,
+    heads=1,
+    kv_heads=1,
+    head_dim=64,
+    ffn_size=64,
+    context_length=1000,
+    rope_theta=1e4,
+    rms_eps=1e-5,
+    tied_embeddings=True,
+    bos_token=None,
+    eos_tokens=(0,),
+    weights_id="0123456789abcdef0123456789abcdef",
+)
+
+
+class ByteText:
+    """One token a byte, and one a message."""
+
+    def __init__(self) -> None:
+        self.threads: list[bool] = []
+        """For each call: whether it ran outside the event loop's thread."""
+
+    def encode_chat(self, messages: list[dict[str, str]], *, now: str | None = None) -> list[int]:
+        try:
+            trio.lowlevel.current_trio_token()
+            self.threads.append(False)
+        except RuntimeError:
+            self.threads.append(True)
+        return [token for message in messages for token in (1, *message["content"].encode())]
+
+
+class ScriptedSession:
+    """One opened request; the test plays the rest of the system."""
+
+    def __init__(self, request_id: str, generation: Generation) -> None:
+        self.request_id = request_id
+        self.generation = generation
+        self.cancels: list[str] = []
+        self.cancelled = trio.Event()
+        self.taken = 0
+        """How many events the door has taken."""
+        self._send, self._receive = trio.open_memory_channel[Delta | End | Exception](100_000)
+
+    def say(self, *texts: str) -> None:
+        for text in texts:
+            self._send.send_nowait(Delta(text))
+
+    def end(self, reason: str = "stop", error: str | None = None) -> None:
+        self._send.send_nowait(End(reason, len(self.generation.prompt), 7, error))
+
+    def crash(self) -> None:
+        self._send.send_nowait(RuntimeError("a bug in the gateway"))
+
+    async def events(self) -> AsyncIterator[Delta | End]:
+        async for event in self._receive:
+            self.taken += 1
+            if isinstance(event, Exception):
+                raise event
+            yield event
+            if isinstance(event, End):
+                return
+
+    def cancel(self, by: str) -> None:
+        self.cancels.append(by)
+        self.cancelled.set()
+        self.end("cancelled")
+
+
+class ScriptedSessions:
+    """`Sessions` whose requests the test takes with `next()`, or which answer `script` by themselves."""
+
+    def __init__(self, script: tuple[str, ...] | None = None) -> None:
+        self.model = MODEL
+        self.text = ByteText()
+        self.script = script
+        self.refusal: Exception | None = None
+        self.reason: str | None = None
+        self.opened: list[ScriptedSession] = []
+        self._send, self._receive = trio.open_memory_channel[ScriptedSession](1000)
+
+    def draw_seed(self) -> int:
+        return 4711
+
+    def open(self, generation: Generation) -> ScriptedSession:
+        if self.refusal is not None:
+            raise self.refusal
+        session = ScriptedSession(f"r{len(self.opened)}", generation)
+        self.opened.append(session)
+        if self.script is None:
+            self._send.send_nowait(session)
+        else:
+            session.say(*self.script)
+            session.end()
+        return session
+
+    def not_ready(self) -> str | None:
+        return self.reason
+
+    async def next(self) -> ScriptedSession:
+        return await self._receive.receive()
+
+
+class Door:
+    """A served door, as a test uses it."""
+
+    def __init__(self, sessions: ScriptedSessions, port: int, client: httpx.AsyncClient) -> None:
+        self.sessions = sessions
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = client
+        self.shutdown = trio.Event()
+        self.closed = trio.Event()
+
+    async def chat(self, **parameters: object) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json=body(**parameters))
+
+    async def raw(self, payload: bytes) -> trio.SocketStream:
+        """A plain socket on which `payload` has been sent as a chat request."""
+        stream = await trio.open_tcp_stream("127.0.0.1", self.port)
+        await stream.send_all(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(payload), payload)
+        )
+        return stream
+
+
+def body(**parameters: object) -> dict[str, object]:
+    """A right request body, with changes."""
+    return {"model": MODEL.name, "messages": [{"role": "user", "content": "hi"}]} | parameters
+
+
+@asynccontextmanager
+async def served(
+    sessions: ScriptedSessions, *, limits: ServerLimits | None = None, max_body_bytes: int = 100_000
+) -> AsyncIterator[Door]:
+    """The door on an ephemeral port; everything must be over within the test's ten seconds."""
+    with trio.fail_after(10), socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        async with (
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+            trio.open_nursery() as nursery,
+        ):
+            door = Door(sessions, port, client)
+
+            async def serve() -> None:
+                await serve_http(
+                    sessions,
+                    listener_fd=listener.fileno(),
+                    shutdown=door.shutdown,
+                    max_body_bytes=max_body_bytes,
+                    limits=limits or ServerLimits(grace_s=2.0),
+                )
+                door.closed.set()
+
+            nursery.start_soon(serve)
+            yield door
+            door.shutdown.set()

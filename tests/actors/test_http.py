@@ -1,0 +1,311 @@
+"""The HTTP door: what a well-behaved client sees, and how wrong requests are refused."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import openai
+import pytest
+import trio
+from scripted_sessions import MODEL, ScriptedSessions, body, served
+
+from actors.sessions import Draining, QueueFull, Refused
+
+
+def events(text: str) -> list[object]:
+    """The data of server-sent events, decoded but for the closing mark."""
+    assert text.endswith("\n\n")
+    lines = text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") for line in lines)
+    return [line[6:] if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_whole_response_is_what_openai_documents() -> None:
+    async with served(ScriptedSessions(("Hel", "lo"))) as door:
+        response = await door.chat()
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"] == "r0"
+    value = response.json()
+    assert isinstance(value.pop("created"), int)
+    assert value == {
+        "id": "chatcmpl-r0",
+        "object": "chat.completion",
+        "model": "Scripted-1M",
+        "system_fingerprint": "fp_0123456789abcdef",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello", "refusal": None},
+                "finish_reason": "stop",
+                "logprobs": None,
+            }
+        ],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10},
+    }
+    assert door.sessions.opened[0].cancels == []
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_stream_is_role_deltas_reason_usage_done(include_usage: bool) -> None:
+    async with served(ScriptedSessions(("Hel", "lo\n\n€"))) as door:
+        options = {"stream_options": {"include_usage": True}} if include_usage else {}
+        response = await door.chat(stream=True, **options)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = events(response.text)
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert {chunk["id"] for chunk in chunks} == {"chatcmpl-r0"}
+    if include_usage:
+        last = chunks.pop()
+        assert last["choices"] == []
+        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
+        assert all(chunk["usage"] is None for chunk in chunks)
+    else:
+        assert all("usage" not in chunk for chunk in chunks)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hel"},
+        {"content": "lo\n\n€"},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
+    assert door.sessions.opened[0].cancels == []
+
+
+async def test_parameters_reach_the_generation() -> None:
+    async with served(ScriptedSessions(("x",))) as door:
+        await door.chat(
+            temperature=0.5, top_p=0.9, seed=-1, stop=["a", "b"], max_completion_tokens=5, user="me", n=1
+        )
+        await door.chat(stop="a", max_tokens=4, max_completion_tokens=4)
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        await door.chat(messages=[{"role": "system", "content": parts}], seed=None)
+    first, second, third = (session.generation for session in door.sessions.opened)
+    assert first.sampling.temperature == 0.5
+    assert first.sampling.top_p == 0.9
+    assert first.sampling.seed == 2**64 - 1
+    assert (first.stop, first.max_tokens) == (("a", "b"), 5)
+    assert (second.stop, second.max_tokens) == (("a",), 4)
+    assert (second.sampling.temperature, second.sampling.top_p, second.sampling.seed) == (1.0, 1.0, 4711)
+    assert third.prompt == (1, *b"hi")
+    assert third.max_tokens == MODEL.context_length - 3
+
+
+REFUSALS = [
+    ({"model": None}, "model", None),
+    ({"model": 3}, "model", None),
+    ({"messages": []}, "messages", None),
+    ({"messages": "hi"}, "messages", None),
+    (
+        {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
+        "messages[1].role",
+        None,
+    ),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", None),
+    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", "unknown_parameter"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "messages[0].content[0].type",
+        None,
+    ),
+    ({"max_tokens": 0}, "max_tokens", None),
+    ({"max_tokens": 1.5}, "max_tokens", None),
+    ({"max_tokens": True}, "max_tokens", None),
+    ({"max_tokens": "9"}, "max_tokens", None),
+    ({"max_tokens": 10**30}, "max_tokens", None),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", None),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", None),
+    ({"temperature": 2.1}, "temperature", None),
+    ({"temperature": -0.1}, "temperature", None),
+    ({"top_p": 0}, "top_p", None),
+    ({"top_p": 1.01}, "top_p", None),
+    ({"seed": 2**63}, "seed", None),
+    ({"seed": 0.5}, "seed", None),
+    ({"stop": ""}, "stop", None),
+    ({"stop": ["a", ""]}, "stop[1]", None),
+    ({"stop": list("abcde")}, "stop", None),
+    ({"n": 2}, "n", "unsupported_value"),
+    ({"stream": "yes"}, "stream", None),
+    ({"stream_options": {"include_usage": True}}, "stream_options", None),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
+    ({"tools": []}, "tools", "unknown_parameter"),
+    ({"messages": [{"role": "user", "content": "x" * 1200}]}, "messages", "context_length_exceeded"),
+    ({"max_tokens": 998}, "max_tokens", "context_length_exceeded"),
+]
+
+
+async def test_wrong_parameters_are_refused_by_name() -> None:
+    async with served(ScriptedSessions()) as door:
+        for change, param, code in REFUSALS:
+            response = await door.chat(**change)
+            assert response.status_code == 400, change
+            error = response.json()["error"]
+            assert (error["param"], error["code"]) == (param, code), error
+            assert error["type"] == "invalid_request_error"
+            assert param in error["message"] or code == "context_length_exceeded"
+        assert door.sessions.opened == []
+
+
+async def test_context_errors_say_by_how_many_tokens() -> None:
+    async with served(ScriptedSessions(("x",))) as door:
+        response = await door.chat(messages=[{"role": "user", "content": "x" * 1009}])
+        assert "1010 and at least 1 to generate, 11 too many" in response.json()["error"]["message"]
+        response = await door.chat(max_tokens=1000)
+        assert "3 and 1000 to generate, 3 too many" in response.json()["error"]["message"]
+        response = await door.chat(messages=[{"role": "user", "content": "x" * 998}], max_tokens=1)
+        assert response.status_code == 200
+
+
+async def test_bodies_that_are_no_request() -> None:
+    headers = {"content-type": "application/json"}
+    wrong = [b"", b"{", b"[]", b"null", b'{"model": "\xff"}', b"\x00", b"[" * 50_000, b'{"model":"\\ud800"}']
+    wrong.append(b'{"model":"Scripted-1M","messages":' + b"[" * 50_000)
+    wrong.append(b'{"model":"Scripted-1M","messages":[],"max_tokens":' + b"1" * 50_000 + b"}")
+    async with served(ScriptedSessions(("x",))) as door:
+        post = partial(door.client.post, "/v1/chat/completions")
+        for content in wrong:
+            response = await post(content=content, headers=headers)
+            assert response.status_code == 400, content[:40]
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            response = await post(content=json.dumps(body()), headers={"content-type": kind})
+            assert response.status_code == 415
+        response = await post(content=b" " * 3_000_000, headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+
+        async def chunked() -> object:
+            for _ in range(30):
+                yield b" " * 10_000
+
+        response = await post(content=chunked(), headers=headers)
+        assert response.status_code == 413
+        assert (await post(json={})).json()["error"]["param"] == "model"
+        response = await door.chat(model="gpt-4")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await door.chat()).status_code == 200
+
+
+async def test_other_routes() -> None:
+    async with served(ScriptedSessions()) as door:
+        get = door.client.get
+        models = (await get("/v1/models")).json()
+        assert models["object"] == "list"
+        (model,) = models["data"]
+        assert (model["id"], model["object"], model["owned_by"]) == ("Scripted-1M", "model", "estafet")
+        assert (await get("/v1/models/Scripted-1M")).json() == model
+        assert (await get("/v1/models/a%2Fb")).json()["error"]["code"] == "model_not_found"
+        assert (await get("/health/live")).json() == {"status": "live"}
+        assert (await get("/health/ready")).status_code == 200
+        door.sessions.reason = "no worker can decode"
+        ready = await get("/health/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "no worker can decode")
+        assert (await get("/")).json()["error"]["code"] == "unknown_url"
+        assert (await door.client.post("/v1/embeddings", content=b"x" * 200_000)).status_code == 404
+        wrong = await get("/v1/chat/completions")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+        assert (await door.client.post("/health/live")).json()["error"]["code"] == "method_not_allowed"
+        assert (await door.client.head("/v1/models")).content == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals_and_failures_before_the_first_token_have_a_status(stream: bool) -> None:
+    async with served(ScriptedSessions()) as door, trio.open_nursery() as nursery:
+        results: list[tuple[int, str]] = []
+
+        async def ask() -> None:
+            response = await door.chat(stream=stream)
+            results.append((response.status_code, response.json()["error"]["message"]))
+
+        door.sessions.refusal = QueueFull("64 of 64 open")
+        response = await door.chat(stream=stream)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert response.json()["error"]["code"] == "queue_full"
+        for refusal in (Draining("now"), Refused("no")):
+            door.sessions.refusal = refusal
+            assert (await door.chat(stream=stream)).status_code == 503
+        door.sessions.refusal = None
+        nursery.start_soon(ask)
+        (await door.sessions.next()).end("error", "the pages are gone")
+        nursery.start_soon(ask)
+        (await door.sessions.next()).end("cancelled")
+        nursery.start_soon(ask)
+        broken = await door.sessions.next()
+        broken.crash()
+        await broken.cancelled.wait()
+    assert sorted(results) == [
+        (500, "The request failed inside the server."),
+        (500, "the pages are gone"),
+        (503, "The request was cancelled by the server."),
+    ]
+    assert broken.cancels == ["http_door"]
+
+
+async def test_an_error_inside_a_stream_is_an_event_and_the_end() -> None:
+    async with served(ScriptedSessions()) as door, trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            response = await door.chat(stream=True)
+            last = events(response.text)[-1]
+            assert last["error"]["message"] == "no pages"
+            assert last["error"]["type"] == "server_error"
+
+        nursery.start_soon(ask)
+        session = await door.sessions.next()
+        session.say("half")
+        session.end("error", "no pages")
+
+
+async def test_two_streams_run_at_once() -> None:
+    async with served(ScriptedSessions()) as door, trio.open_nursery() as nursery:
+        seen: dict[str, str] = {}
+
+        async def ask() -> None:
+            response = await door.chat(stream=True)
+            chunks = events(response.text)[:-1]
+            text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            seen[chunks[0]["id"]] = text
+
+        nursery.start_soon(ask)
+        nursery.start_soon(ask)
+        one, two = await door.sessions.next(), await door.sessions.next()
+        for letter in "abcdef":
+            one.say(letter)
+            two.say(letter.upper())
+        two.end()
+        one.end("length")
+    assert seen == {f"chatcmpl-{one.request_id}": "abcdef", f"chatcmpl-{two.request_id}": "ABCDEF"}
+
+
+async def test_large_prompts_are_tokenised_in_a_thread() -> None:
+    async with served(ScriptedSessions()) as door:
+        await door.chat(messages=[{"role": "user", "content": "x" * 20_000}])
+        await door.chat(messages=[{"role": "user", "content": "x" * 10_000}])
+    assert door.sessions.text.threads == [True, False]
+
+
+async def test_the_official_client() -> None:
+    async with served(ScriptedSessions(("Hel", "lo"))) as door:
+        await trio.to_thread.run_sync(use_official_client, f"{door.url}/v1")
+
+
+def use_official_client(url: str) -> None:
+    with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
+        ask = partial(client.chat.completions.create, model="Scripted-1M")
+        messages = [{"role": "user", "content": "hi"}]
+        assert ask(messages=messages).choices[0].message.content == "Hello"
+        with ask(messages=messages, stream=True, stream_options={"include_usage": True}) as stream:
+            *chunks, last = stream
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello"
+        assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "stop"]
+        assert last.usage.total_tokens == 10
+        assert [model.id for model in client.models.list()] == ["Scripted-1M"]
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.chat.completions.create(model="other", messages=messages)
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as wrong:
+            ask(messages=messages, temperature=3)
+        assert wrong.value.param == "temperature"
