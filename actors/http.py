@@ -22,6 +22,7 @@ from actors.http_reply import Client, Receive, Reply, Send, server_error
 from actors.http_server import ServerLimits, serve_app
 from actors.openai import ApiError, ChatRequest, Model, ModelList, parse_chat
 from actors.sessions import Draining, Generation, QueueFull, Refused
+from engine.chat_template import TemplateError
 
 if TYPE_CHECKING:
     from actors.sessions import Sessions
@@ -170,12 +171,15 @@ class HttpDoor:
     async def _generation(self, request: ChatRequest) -> Generation:
         """Tokenise the conversation and fit it into the context."""
         encode = self._sessions.text.encode_chat
-        if sum(len(message["content"]) for message in request.messages) > _THREAD_CHARS:
-            prompt = await trio.to_thread.run_sync(
-                encode, request.messages, limiter=self._tokenising, abandon_on_cancel=True
-            )
-        else:
-            prompt = encode(request.messages)
+        try:
+            if sum(len(message["content"]) for message in request.messages) > _THREAD_CHARS:
+                prompt = await trio.to_thread.run_sync(
+                    encode, request.messages, limiter=self._tokenising, abandon_on_cancel=True
+                )
+            else:
+                prompt = encode(request.messages)
+        except TemplateError as error:
+            raise ApiError(400, f"The messages do not fit the model: {error}.", param="messages") from None
         context = self._sessions.model.context_length
         room = context - len(prompt)
         wanted = request.max_tokens

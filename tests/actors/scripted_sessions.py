@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import httpx
@@ -12,6 +12,7 @@ import trio
 from actors.http import serve_http
 from actors.http_server import ServerLimits
 from actors.sessions import Delta, End, Generation
+from engine.chat_template import TemplateError
 from engine.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class ByteText:
             self.threads.append(False)
         except RuntimeError:
             self.threads.append(True)
+        if messages[0]["role"] == "assistant":
+            raise TemplateError("the first message must not be the assistant's")
         return [token for message in messages for token in (1, *message["content"].encode())]
 
 
@@ -127,10 +130,13 @@ class ScriptedSessions:
 class Door:
     """A served door, as a test uses it."""
 
-    def __init__(self, sessions: ScriptedSessions, port: int, client: httpx.AsyncClient) -> None:
+    def __init__(
+        self, sessions: ScriptedSessions, listener: socket.socket, client: httpx.AsyncClient
+    ) -> None:
         self.sessions = sessions
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self.listener = listener
+        self.port: int = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         self.client = client
         self.shutdown = trio.Event()
         self.closed = trio.Event()
@@ -155,23 +161,29 @@ def body(**parameters: object) -> dict[str, object]:
 
 @asynccontextmanager
 async def served(
-    sessions: ScriptedSessions, *, limits: ServerLimits | None = None, max_body_bytes: int = 100_000
+    sessions: ScriptedSessions,
+    *,
+    limits: ServerLimits | None = None,
+    max_body_bytes: int = 100_000,
+    listener: socket.socket | None = None,
 ) -> AsyncIterator[Door]:
     """The door on an ephemeral port; everything must be over within the test's ten seconds."""
-    with trio.fail_after(10), socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
+    with trio.fail_after(10), ExitStack() as stack:
+        if listener is None:
+            listener = stack.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with (
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+            httpx.AsyncClient(base_url=url, trust_env=False) as client,
             trio.open_nursery() as nursery,
         ):
-            door = Door(sessions, port, client)
+            door = Door(sessions, listener, client)
 
             async def serve() -> None:
                 await serve_http(
                     sessions,
-                    listener_fd=listener.fileno(),
+                    listener_fd=door.listener.fileno(),
                     shutdown=door.shutdown,
                     max_body_bytes=max_body_bytes,
                     limits=limits or ServerLimits(grace_s=2.0),

@@ -112,6 +112,7 @@ REFUSALS = [
         "messages[0].content[0].type",
         None,
     ),
+    ({"messages": [{"role": "assistant", "content": "a"}]}, "messages", None),
     ({"max_tokens": 0}, "max_tokens", None),
     ({"max_tokens": 1.5}, "max_tokens", None),
     ({"max_tokens": True}, "max_tokens", None),
