@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import MutableMapping
+from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -170,14 +172,16 @@ class HttpDoor:
 
     async def _generation(self, request: ChatRequest) -> Generation:
         """Tokenise the conversation and fit it into the context."""
-        encode = self._sessions.text.encode_chat
+        # Some templates tell the model what day it is.
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        encode = partial(self._sessions.text.encode_chat, request.messages, now=now)
         try:
-            if sum(len(message["content"]) for message in request.messages) > _THREAD_CHARS:
+            if request.chars > _THREAD_CHARS:
                 prompt = await trio.to_thread.run_sync(
-                    encode, request.messages, limiter=self._tokenising, abandon_on_cancel=True
+                    encode, limiter=self._tokenising, abandon_on_cancel=True
                 )
             else:
-                prompt = encode(request.messages)
+                prompt = encode()
         except TemplateError as error:
             raise ApiError(400, f"The messages do not fit the model: {error}.", param="messages") from None
         context = self._sessions.model.context_length

@@ -98,8 +98,10 @@ class _ChatBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class ChatRequest(msgspec.Struct, frozen=True):
     """A chat request that is right as far as it can be known without the tokeniser."""
 
-    messages: list[dict[str, str]]
-    """Each with a role and a content."""
+    messages: list[dict[str, object]]
+    """Each with a role and a content, both strings."""
+    chars: int
+    """In all the contents together."""
     max_tokens: int | None
     temperature: float
     top_p: float
@@ -144,8 +146,13 @@ def parse_chat(body: bytes, *, model: str) -> ChatRequest:
     if chat.stream_options is not None and not chat.stream:
         raise ApiError(400, "'stream_options' needs 'stream' to be true.", param="stream_options")
     stop = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop or ())
+    texts = [message.text() for message in chat.messages]
     return ChatRequest(
-        messages=[{"role": message.role, "content": message.text()} for message in chat.messages],
+        messages=[
+            {"role": message.role, "content": text}
+            for message, text in zip(chat.messages, texts, strict=True)
+        ],
+        chars=sum(map(len, texts)),
         max_tokens=_max_tokens(chat),
         temperature=1.0 if chat.temperature is None else chat.temperature,
         top_p=1.0 if chat.top_p is None else chat.top_p,
