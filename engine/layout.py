@@ -246,11 +246,11 @@ class TokenLogArena:
 class Vitals:
     """Epoch counters, heartbeats and statistics of every actor, one 4 KiB record an actor.
 
-        word 0   epoch: how often the actor was started; the launcher writes it
-        word 1   heartbeat: goes up while the actor's event loop turns; the actor writes it
-        word 2   sequence lock of the statistics: odd while they are being written
-        word 3   bytes of the statistics
-        from 64  statistics(), msgpack, for whoever looks (status page, metrics, tests)
+    word 0   epoch: how often the actor was started; the launcher writes it
+    word 1   heartbeat: goes up while the actor's event loop turns; the actor writes it
+    word 2   sequence lock of the statistics: odd while they are being written
+    word 3   bytes of the statistics
+    from 64  statistics(), msgpack, for whoever looks (status page, metrics, tests)
     """
 
     BYTES = 4096

@@ -10,12 +10,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.errors import ModelError
 from engine.shapes import KVDtype, PageShape
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CONFIG = "model.json"
 TOKENIZER = "tokenizer.json"
@@ -55,6 +58,8 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         return msgspec.json.decode(path.read_bytes(), type=ModelConfig)
     except FileNotFoundError:
-        raise ModelError(f"{folder}: no {CONFIG}; make the folder with `python -m kernels.prepare SOURCE`") from None
+        raise ModelError(
+            f"{folder}: no {CONFIG}; make the folder with `python -m kernels.prepare SOURCE`"
+        ) from None
     except msgspec.DecodeError as error:
         raise ModelError(f"{path}: {error}; delete the folder and prepare it again") from None

@@ -1,0 +1,129 @@
+"""The health monitor: who is alive in which epoch. It alone declares an incarnation dead.
+
+Launchers report their processes whole and whenever something changes; what was reported exited
+(its process reaped, so that no thread of it can write any more) is declared dead by leaving it out
+of the next roster. An actor whose heartbeat stands still for `deadline_s` is not declared dead: it
+is killed, stopped or not, and its exit is what declares it.
+
+The monitor measures silence by its own turns, not by the wall clock alone: when the whole machine
+stood still (suspended, or starved of CPU), everybody gets the time back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+from engine.core import Send, Statistics
+from engine.ids import Incarnation
+from engine.messages import Drain, Kill, Member, ProcessFact, ProcessFacts, Roster, Stop, Suspicion
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from engine.messages import ToHealth
+
+
+@dataclass(slots=True)
+class Pulse:
+    """When the heartbeat of an incarnation was last seen to move."""
+
+    count: int
+    silent_s: float = 0.0
+    killed: bool = False
+
+
+class HealthMonitor:
+    """Turns process facts into rosters and still hearts into kills."""
+
+    def __init__(self, me: Incarnation, *, deadline_s: float, tick_s: float) -> None:
+        self.me = me
+        self.deadline_s = deadline_s
+        self.tick_s = tick_s
+        self._facts: dict[str, dict[Incarnation, ProcessFact]] = {}
+        self._pulses: dict[Incarnation, Pulse] = {}
+        self._members: tuple[Member, ...] = ()
+        self._version = 0
+        self._last_tick: float | None = None
+        self.deaths = 0
+        self.kills = 0
+
+    def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> list[Send]:
+        return []
+
+    def handle(self, source: Incarnation, message: ToHealth, now: float) -> list[Send]:
+        """Take one message; the answer is a roster when it changed who is there."""
+        match message:
+            case ProcessFacts():
+                self._facts[source.name] = {
+                    Incarnation(fact.name, fact.epoch): fact for fact in message.facts
+                }
+                return self._declare()
+            case Suspicion():
+                return self._kill(message.target, f"{source} says: {message.reason}")
+            case Roster() | Drain() | Stop():
+                return []
+            case _:
+                assert_never(message)
+
+    def tick(self, heartbeats: Mapping[Incarnation, int], now: float) -> list[Send]:
+        """Look at the hearts; `heartbeats` are the counters of the incarnations known to `alive`."""
+        # At most two ticks a turn count as silence: what is more, the monitor itself slept through.
+        turn = self.tick_s if self._last_tick is None else min(now - self._last_tick, 2 * self.tick_s)
+        self._last_tick = now
+        sends: list[Send] = []
+        for incarnation, count in heartbeats.items():
+            pulse = self._pulses.setdefault(incarnation, Pulse(count))
+            if pulse.count != count:
+                pulse.count, pulse.silent_s = count, 0.0
+                continue
+            pulse.silent_s += turn
+            if pulse.silent_s > self.deadline_s:
+                sends += self._kill(incarnation, f"its heart stood still for {pulse.silent_s:.1f} s")
+        return sends
+
+    def _kill(self, target: Incarnation, reason: str) -> list[Send]:
+        home = next((name for name, facts in self._facts.items() if target in facts), None)
+        pulse = self._pulses.setdefault(target, Pulse(0))
+        if home is None or pulse.killed or self._facts[home][target].exited:
+            return []
+        pulse.killed = True
+        self.kills += 1
+        return [Send(home, Kill(target, reason))]
+
+    def _declare(self) -> list[Send]:
+        members = tuple(
+            Member(fact.name, fact.kind, fact.ordinal, fact.epoch, fact.endpoint, fact.ready)
+            for facts in self._facts.values()
+            for fact in facts.values()
+            if not fact.exited and fact.endpoint
+        )
+        if members == self._members:
+            return []
+        before = {member.incarnation for member in self._members}
+        alive = {member.incarnation for member in members}
+        self.deaths += len(before - alive)
+        for gone in [pulse for pulse in self._pulses if pulse not in alive]:
+            del self._pulses[gone]
+        self._members = members
+        self._version += 1
+        roster = Roster((self.me.epoch, self._version), members)
+        return [Send(launcher, roster) for launcher in self._facts]
+
+    @property
+    def alive(self) -> tuple[Member, ...]:
+        """Who is in the last roster."""
+        return self._members
+
+    def check(self) -> None:
+        names = [member.name for member in self._members]
+        assert len(names) == len(set(names)), "two incarnations of one actor are alive"
+
+    def statistics(self) -> Statistics:
+        return {
+            "members": len(self._members),
+            "ready": sum(member.ready for member in self._members),
+            "rosters": self._version,
+            "deaths": self.deaths,
+            "kills": self.kills,
+        }

@@ -1,0 +1,367 @@
+"""The ledger of a gateway: its open requests, their token logs and their terms.
+
+The gateway owns the term of each of its requests. It goes up by one at every placement:
+
+    WAITING t ── Place ──▶ PREFILLING t+1 ── TermAccepted ──▶ DECODING t+2
+       ▲                        │ lost: t+3                       │ lost: t+3
+       └────────────────────────┴─────────────────────────────────┘
+
+(t+2 is granted together with t+1, so losing either skips to t+3.) Only tokens of the current term
+are committed, and only the one whose position is the length of the log. Whatever a worker says
+about a term that is not current is answered with a Cancel of that term: a sequence that nobody
+wants any more, whichever message about it was lost or late, is dropped the first time it speaks.
+
+Losing a worker loses no token: the request waits again with its whole log, and since a sampled
+token is a pure function of the log, the next worker goes on with the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, assert_never
+
+import msgspec
+
+from engine.core import Send, Statistics
+from engine.ids import SequenceKey, pack_request
+from engine.lifecycle import REQUEST, RequestEvent, RequestState, advance
+from engine.messages import (
+    Cancel,
+    Drain,
+    Place,
+    Preempt,
+    RequestEnded,
+    RequestFact,
+    Roster,
+    SequenceLost,
+    SequenceSpec,
+    Stage,
+    StartPrefill,
+    StepTokens,
+    Stop,
+    TermAccepted,
+)
+from engine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.ids import Incarnation
+    from engine.layout import TokenLogArena
+    from engine.messages import Finish, Member, ToGateway, TokenRow
+
+MAX_FAULTS = 3
+"""Workers in a row that may die on one request before it is given up: it may be what kills them."""
+
+MAX_REFUSALS = 100
+"""Placements in a row that workers may refuse, as they do while the roster is still spreading."""
+
+STAGES: dict[RequestState, Stage] = {
+    RequestState.WAITING: "waiting",
+    RequestState.PREFILLING: "prefilling",
+    RequestState.DECODING: "decoding",
+}
+
+
+class AdmissionRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The immutable parameters of a choice, as they lie in the arena beside its log."""
+
+    limit: int
+    stop_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    arrival: float
+
+
+class Committed(NamedTuple):
+    """A token became part of the log; to be delivered."""
+
+    key: SequenceKey
+    token: int
+
+
+class Closed(NamedTuple):
+    """The one terminal event of a choice."""
+
+    key: SequenceKey
+    reason: Finish | None
+    """None when it failed."""
+    error: str | None = None
+
+
+class LedgerFull(Exception):
+    """No log slot is free."""
+
+
+Effect = Send | Committed | Closed
+
+
+@dataclass(slots=True)
+class Entry:
+    """One open choice."""
+
+    key: SequenceKey
+    slot: int
+    record: AdmissionRecord
+    log: list[int]
+    prompt_length: int
+    state: RequestState = RequestState.WAITING
+    term: int = 0
+    prefill: Incarnation | None = None
+    decode: Incarnation | None = None
+    faults: int = 0
+    refusals: int = 0
+    holders: set[Incarnation] = field(default_factory=set)
+    """Workers that may hold a sequence of the current term."""
+
+
+class Ledger:
+    """All open requests of one incarnation of a gateway."""
+
+    def __init__(self, me: Incarnation, ordinal: int, arena: TokenLogArena, slots: range) -> None:
+        self.me = me
+        self.ordinal = ordinal
+        self.arena = arena
+        self._free_slots = list(reversed(slots))
+        self._slots = len(slots)
+        self._entries: dict[SequenceKey, Entry] = {}
+        self._alive: set[Incarnation] = set()
+        self._counter = 0
+        self.orphans = 0
+        self.committed = 0
+        self.stale = 0
+        self.replacements = 0
+        for slot in slots:
+            # The clients of the last incarnation are gone with their connections.
+            if arena.read(slot) is not None:
+                arena.close(slot)
+                self.orphans += 1
+
+    # ── from the doors ────────────────────────────────────────────────────────────────────────
+
+    def open(
+        self,
+        prompt: tuple[int, ...],
+        limit: int,
+        stop_tokens: tuple[int, ...],
+        sampling: SamplingParams,
+        now: float,
+    ) -> tuple[SequenceKey, list[Effect]]:
+        """Open the log of a new request and submit it; LedgerFull when there is no slot."""
+        if not self._free_slots:
+            raise LedgerFull
+        self._counter += 1
+        key = SequenceKey(pack_request(self.ordinal, self.me.epoch, self._counter), sampling.choice)
+        record = AdmissionRecord(limit, stop_tokens, sampling, now)
+        slot = self._free_slots.pop()
+        self.arena.open(slot, key.request, key.choice, prompt, msgspec.msgpack.encode(record))
+        entry = Entry(key, slot, record, list(prompt), len(prompt))
+        self._entries[key] = entry
+        return key, [self._fact(entry)]
+
+    def cancel(self, key: SequenceKey) -> list[Effect]:
+        """The client does not want it any more; nothing when it has ended already."""
+        entry = self._entries.get(key)
+        return [] if entry is None else self._end(entry, RequestEvent.CANCELLED)
+
+    def finish(self, key: SequenceKey) -> list[Effect]:
+        """The text is complete (a stop string was hit), though the worker would go on."""
+        entry = self._entries.get(key)
+        return [] if entry is None else self._end(entry, RequestEvent.FINISHED)
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────
+
+    def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> list[Effect]:
+        """Take requests back from the dead, and restate them all to a new scheduler."""
+        self._alive |= {member.incarnation for member in up}
+        self._alive.difference_update(down)
+        effects: list[Effect] = []
+        for entry in list(self._entries.values()):
+            if not entry.holders.isdisjoint(down):
+                entry.faults += 1
+                effects += self._take_back(entry, f"{entry.faults} workers died while they ran it")
+        if any(member.kind == "scheduler" for member in up):
+            effects += [self._fact(entry) for entry in self._entries.values()]
+        return effects
+
+    def handle(self, source: Incarnation, message: ToGateway, now: float) -> list[Effect]:
+        """Take one message; tokens and ends come out in the order in which they are to be delivered."""
+        match message:
+            case Place():
+                return self._placed(message)
+            case TermAccepted():
+                return self._accepted(source, message)
+            case StepTokens():
+                effects: list[Effect] = []
+                for row in message.rows:
+                    effects += self._token(source, row)
+                return effects
+            case Preempt():
+                entry = self._entries.get(message.key)
+                if entry is None or entry.state is RequestState.WAITING or entry.term < message.term:
+                    return []
+                if entry.term > message.term + 1:
+                    return []
+                return self._take_back(entry, None)
+            case SequenceLost():
+                return self._lost(message)
+            case Roster() | Drain() | Stop():
+                return []
+            case _:
+                assert_never(message)
+
+    def _placed(self, message: Place) -> list[Effect]:
+        entry = self._entries.get(message.key)
+        if entry is None or entry.state is not RequestState.WAITING or entry.term != message.term:
+            return []
+        entry.state = advance(REQUEST, entry.state, RequestEvent.PLACED)
+        self._set_term(entry, entry.term + 1)
+        entry.prefill, entry.decode = message.prefill, message.decode
+        entry.holders = {message.prefill, message.decode}
+        if not entry.holders <= self._alive:
+            return self._take_back(entry, None)
+        record = entry.record
+        spec = SequenceSpec(
+            entry.key,
+            self.me,
+            record.arrival,
+            tuple(entry.log),
+            record.limit,
+            record.stop_tokens,
+            record.sampling,
+        )
+        return [Send(message.prefill, StartPrefill(entry.term, spec, message.decode))]
+
+    def _accepted(self, source: Incarnation, message: TermAccepted) -> list[Effect]:
+        entry = self._entries.get(message.key)
+        if (
+            entry is None
+            or entry.state is not RequestState.PREFILLING
+            or message.term != entry.term + 1
+            or source != entry.decode
+        ):
+            return self._disown(source, message.key, message.term)
+        entry.state = advance(REQUEST, entry.state, RequestEvent.HANDED_OVER)
+        self._set_term(entry, message.term)
+        entry.holders = {source}
+        entry.refusals = 0
+        return [self._fact(entry)]
+
+    def _token(self, source: Incarnation, row: TokenRow) -> list[Effect]:
+        entry = self._entries.get(row.key)
+        if entry is None or entry.state is not RequestState.DECODING or row.term != entry.term:
+            return self._disown(source, row.key, row.term)
+        if row.position != len(entry.log):
+            entry.faults += 1
+            return self._take_back(entry, f"a worker sent position {row.position} after {len(entry.log) - 1}")
+        entry.log.append(row.token)
+        self.arena.append(entry.slot, row.token)
+        self.committed += 1
+        entry.faults = 0
+        effects: list[Effect] = [Committed(entry.key, row.token)]
+        if row.finish is not None:
+            entry.holders = set()
+            effects += self._end(entry, RequestEvent.FINISHED)
+            effects.append(Closed(entry.key, row.finish))
+        return effects
+
+    def _lost(self, message: SequenceLost) -> list[Effect]:
+        entry = self._entries.get(message.key)
+        if entry is None or message.term != entry.term or entry.state is RequestState.WAITING:
+            return []
+        if message.reason == "fault":
+            return self._fail(entry, message.detail)
+        entry.refusals += 1
+        return self._take_back(entry, message.detail)
+
+    # ── terms ─────────────────────────────────────────────────────────────────────────────────
+
+    def _disown(self, source: Incarnation, key: SequenceKey, term: int) -> list[Effect]:
+        """Answer for a term that is not current: whoever holds it may drop it."""
+        self.stale += 1
+        return [Send(source, Cancel(key, term))]
+
+    def _take_back(self, entry: Entry, complaint: str | None) -> list[Effect]:
+        """Let a placed request wait again, with a term that nobody holds, or give it up."""
+        if complaint is not None and (entry.faults >= MAX_FAULTS or entry.refusals >= MAX_REFUSALS):
+            return self._fail(entry, complaint)
+        effects = self._cancels(entry)
+        granted = 2 if entry.state is RequestState.PREFILLING else 1
+        entry.state = advance(REQUEST, entry.state, RequestEvent.LOST)
+        self._set_term(entry, entry.term + granted)
+        entry.prefill = entry.decode = None
+        entry.holders = set()
+        self.replacements += 1
+        return [*effects, self._fact(entry)]
+
+    def _fail(self, entry: Entry, error: str) -> list[Effect]:
+        return [*self._end(entry, RequestEvent.FAILED), Closed(entry.key, None, error)]
+
+    def _end(self, entry: Entry, event: RequestEvent) -> list[Effect]:
+        """Close the log; whoever may still hold a sequence of it drops it."""
+        effects = self._cancels(entry)
+        entry.state = advance(REQUEST, entry.state, event)
+        del self._entries[entry.key]
+        self.arena.close(entry.slot)
+        self._free_slots.append(entry.slot)
+        return [*effects, Send("scheduler", RequestEnded(entry.key, entry.term))]
+
+    def _cancels(self, entry: Entry) -> list[Effect]:
+        # The term that was granted ahead to the decode worker is cancelled too.
+        term = entry.term + (entry.state is RequestState.PREFILLING)
+        return [Send(worker, Cancel(entry.key, term)) for worker in sorted(entry.holders)]
+
+    def _set_term(self, entry: Entry, term: int) -> None:
+        entry.term = term
+        self.arena.set_term(entry.slot, term)
+
+    def _fact(self, entry: Entry) -> Send:
+        return Send(
+            "scheduler",
+            RequestFact(
+                entry.key,
+                entry.term,
+                STAGES[entry.state],
+                entry.record.arrival,
+                len(entry.log),
+                entry.record.limit,
+                entry.prefill,
+                entry.decode,
+            ),
+        )
+
+    # ── for people and tests ──────────────────────────────────────────────────────────────────
+
+    @property
+    def open_requests(self) -> int:
+        """Choices that have not ended."""
+        return len(self._entries)
+
+    def entry(self, key: SequenceKey) -> Entry | None:
+        """An open choice."""
+        return self._entries.get(key)
+
+    def check(self) -> None:
+        assert len(self._entries) + len(self._free_slots) == self._slots, "a log slot leaked"
+        for key, entry in self._entries.items():
+            record = self.arena.read(entry.slot)
+            assert record is not None
+            assert (record.request, record.choice) == (key.request, key.choice)
+            assert record.term == entry.term
+            assert list(record.tokens) == entry.log
+            assert entry.prompt_length <= len(entry.log) <= entry.record.limit
+            assert entry.state is not RequestState.ENDED
+            assert (entry.state is RequestState.WAITING) == (not entry.holders)
+
+    def statistics(self) -> Statistics:
+        states = [entry.state for entry in self._entries.values()]
+        return {
+            "requests": len(states),
+            "requests_waiting": states.count(RequestState.WAITING),
+            "requests_prefilling": states.count(RequestState.PREFILLING),
+            "requests_decoding": states.count(RequestState.DECODING),
+            "log_slots_free": len(self._free_slots),
+            "tokens_committed": self.committed,
+            "stale_terms": self.stale,
+            "replacements": self.replacements,
+            "requests_orphaned": self.orphans,
+        }

@@ -1,0 +1,367 @@
+"""Every message between actors: one file, one closed union a receiver.
+
+All are frozen, tagged and array-like. A message travels as the body of a `transport.channel`
+frame, which carries the protocol version, the source and destination incarnations and a sequence
+number: it arrives once, in order, and never from an incarnation that was declared dead. Messages
+that change the state of a request carry (request, choice, term) beside that. Most state messages
+are level-triggered: they say how things are, not what to add, so that saying it twice is harmless.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from engine.ids import Incarnation, SequenceKey
+from engine.sampling import SamplingParams
+from engine.shapes import PageRef
+
+ActorKind = Literal["launcher", "gateway", "scheduler", "allocator", "worker", "replicator", "health"]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=True):
+    """Base of all messages: the tag is the class name."""
+
+
+# ── who is there ──────────────────────────────────────────────────────────────────────────────
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One incarnation that is alive, as the health monitor declares it."""
+
+    name: str
+    kind: ActorKind
+    ordinal: int
+    epoch: int
+    endpoint: str
+    ready: bool
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Name and epoch."""
+        return Incarnation(self.name, self.epoch)
+
+
+class Roster(Message, frozen=True):
+    """health → launcher → everybody: who is alive. An incarnation that is not listed is dead.
+
+    The version is (epoch of the health monitor, count): a lower one is ignored.
+    """
+
+    version: tuple[int, int]
+    members: tuple[Member, ...]
+
+
+class Drain(Message, frozen=True):
+    """launcher → everybody: accept nothing new; requests that are open may end."""
+
+
+class Stop(Message, frozen=True):
+    """launcher → everybody: end now, cleanly."""
+
+
+class Hello(Message, frozen=True):
+    """actor → launcher: my inbox is bound. The frame's version has been checked by then."""
+
+    kind: ActorKind
+    ordinal: int
+    pid: int
+    endpoint: str
+
+
+class Ready(Message, frozen=True):
+    """actor → launcher: I can serve."""
+
+
+class Drained(Message, frozen=True):
+    """gateway → launcher: no request of mine is open any more."""
+
+
+class ProcessFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How one incarnation is, as its launcher sees it."""
+
+    name: str
+    kind: ActorKind
+    ordinal: int
+    epoch: int
+    endpoint: str
+    ready: bool
+    exited: bool
+
+
+class ProcessFacts(Message, frozen=True):
+    """launcher → health: every actor of this host, whole, whenever something changed."""
+
+    facts: tuple[ProcessFact, ...]
+
+
+class Kill(Message, frozen=True):
+    """health → launcher: end this incarnation, stopped or not."""
+
+    target: Incarnation
+    reason: str
+
+
+class Suspicion(Message, frozen=True):
+    """anybody → health: this peer does not take its messages."""
+
+    target: Incarnation
+    reason: str
+
+
+# ── requests: gateway ↔ scheduler ─────────────────────────────────────────────────────────────
+
+Stage = Literal["waiting", "prefilling", "decoding"]
+
+
+class RequestFact(Message, frozen=True):
+    """gateway → scheduler: how one choice of a request is now; replaces what was said before."""
+
+    key: SequenceKey
+    term: int
+    stage: Stage
+    arrival: float
+    """Seconds of the host's monotonic clock when the request came in; older goes first."""
+    length: int
+    """Tokens in the log: what a prefill would have to fill, and one more."""
+    limit: int
+    """Tokens in the log at most."""
+    prefill: Incarnation | None = None
+    decode: Incarnation | None = None
+
+
+class RequestEnded(Message, frozen=True):
+    """gateway → scheduler: forget it; what it held is free."""
+
+    key: SequenceKey
+    term: int
+
+
+class Place(Message, frozen=True):
+    """scheduler → gateway: a prefill slot and a decode slot are yours."""
+
+    key: SequenceKey
+    term: int
+    """The term in which the request waits; the placement opens the next one."""
+    prefill: Incarnation
+    decode: Incarnation
+
+
+class Preempt(Message, frozen=True):
+    """scheduler → gateway: pages ran out; take this one back and let it wait."""
+
+    key: SequenceKey
+    term: int
+
+
+# ── sequences: gateway ↔ worker, worker ↔ worker ──────────────────────────────────────────────
+
+
+class SequenceSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a worker has to know of a sequence: its owner, its log and its immutable parameters."""
+
+    key: SequenceKey
+    gateway: Incarnation
+    arrival: float
+    log: tuple[int, ...]
+    limit: int
+    stop_tokens: tuple[int, ...]
+    sampling: SamplingParams
+
+
+class StartPrefill(Message, frozen=True):
+    """gateway → worker: fill positions 0 … len(log) − 2, then hand over to `decode`.
+
+    The hand-over opens `term + 1`, which the gateway has granted with this message.
+    """
+
+    term: int
+    spec: SequenceSpec
+    decode: Incarnation
+
+
+class Cancel(Message, frozen=True):
+    """gateway → worker: drop the sequence if its term is at most this one."""
+
+    key: SequenceKey
+    term: int
+
+
+class HandOver(Message, frozen=True):
+    """prefill worker → decode worker: the block table of positions 0 … filled − 1."""
+
+    term: int
+    """The term that the decode worker opens by accepting."""
+    spec: SequenceSpec
+    filled: int
+    pages: tuple[PageRef, ...]
+
+
+class HandOverAccepted(Message, frozen=True):
+    """decode worker → prefill worker: the pages are mine."""
+
+    key: SequenceKey
+    term: int
+
+
+class HandOverRefused(Message, frozen=True):
+    """decode worker → prefill worker: the pages stay yours."""
+
+    key: SequenceKey
+    term: int
+    reason: str
+
+
+class TermAccepted(Message, frozen=True):
+    """decode worker → gateway: I hold the sequence in this term."""
+
+    key: SequenceKey
+    term: int
+
+
+Finish = Literal["stop", "length"]
+
+
+class TokenRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One token of one sequence."""
+
+    key: SequenceKey
+    term: int
+    position: int
+    """Where in the log the token goes: a gateway commits in order and nothing else."""
+    token: int
+    finish: Finish | None
+
+
+class StepTokens(Message, frozen=True):
+    """decode worker → gateway: all tokens of one step that are this gateway's."""
+
+    rows: tuple[TokenRow, ...]
+
+
+class SequenceLost(Message, frozen=True):
+    """worker → gateway: I gave the sequence up and released its pages."""
+
+    key: SequenceKey
+    term: int
+    reason: Literal["refused", "fault"]
+    """A refused sequence is worth placing again; a fault is the sequence's own."""
+    detail: str
+
+
+# ── pages: worker ↔ allocator ─────────────────────────────────────────────────────────────────
+
+
+class WorkerFact(Message, frozen=True):
+    """worker → scheduler: what may be placed here: absolute slots, so that a crash leaks none."""
+
+    prefill_slots: int
+    decode_slots: int
+
+
+class LeaseWanted(Message, frozen=True):
+    """worker → allocator: I have consumed so many pages of my leases and want this many ahead."""
+
+    consumed: int
+    """Leased pages used or returned so far, in this worker's life."""
+    ahead: int
+    need: int
+    """Pages without which some sequence stands still now; 0 when none does."""
+
+
+class LeaseGranted(Message, frozen=True):
+    """allocator → worker: pages to use when tokens come."""
+
+    pages: tuple[PageRef, ...]
+
+
+class LeaseRecall(Message, frozen=True):
+    """allocator → worker: somebody starves; return the leases you do not need for the next step."""
+
+
+class LeaseReturned(Message, frozen=True):
+    """worker → allocator: the answer to a recall; the pages are counted as consumed."""
+
+    pages: tuple[PageRef, ...]
+    consumed: int
+
+
+class PagesReleased(Message, frozen=True):
+    """worker → allocator: nobody needs these any more. A name of an older generation is ignored."""
+
+    pages: tuple[PageRef, ...]
+
+
+class PagesHeld(Message, frozen=True):
+    """worker → allocator: all I hold, said to every new incarnation of the allocator."""
+
+    leased: tuple[PageRef, ...]
+    used: tuple[PageRef, ...]
+    consumed: int
+
+
+class FenceWanted(Message, frozen=True):
+    """allocator → worker: from now on adopt nothing from this dead incarnation."""
+
+    dead: Incarnation
+
+
+class FencePassed(Message, frozen=True):
+    """worker → allocator: I will not."""
+
+    dead: Incarnation
+
+
+class PoolFact(Message, frozen=True):
+    """allocator → scheduler: how full the pool is."""
+
+    total: int
+    free: int
+
+
+class PoolExhausted(Message, frozen=True):
+    """allocator → scheduler: a worker starves, no lease can be recalled: somebody must give way."""
+
+    starving: Incarnation
+
+
+class PagesSealed(Message, frozen=True):
+    """worker → replicator: these will not change any more."""
+
+    key: SequenceKey
+    term: int
+    pages: tuple[PageRef, ...]
+
+
+# ── one union a receiver ──────────────────────────────────────────────────────────────────────
+
+Control: TypeAlias = Roster | Drain | Stop
+
+ToGateway: TypeAlias = Control | Place | Preempt | TermAccepted | StepTokens | SequenceLost
+ToScheduler: TypeAlias = Control | RequestFact | RequestEnded | WorkerFact | PoolFact | PoolExhausted
+ToWorker: TypeAlias = (
+    Control
+    | StartPrefill
+    | Cancel
+    | HandOver
+    | HandOverAccepted
+    | HandOverRefused
+    | LeaseGranted
+    | LeaseRecall
+    | FenceWanted
+)
+ToAllocator: TypeAlias = Control | LeaseWanted | LeaseReturned | PagesReleased | PagesHeld | FencePassed
+ToReplicator: TypeAlias = Control | PagesSealed
+ToHealth: TypeAlias = Control | ProcessFacts | Suspicion
+ToLauncher: TypeAlias = Hello | Ready | Drained | Roster | Kill
+
+RECEIVES: dict[ActorKind, object] = {
+    "gateway": ToGateway,
+    "scheduler": ToScheduler,
+    "worker": ToWorker,
+    "allocator": ToAllocator,
+    "replicator": ToReplicator,
+    "health": ToHealth,
+    "launcher": ToLauncher,
+}

@@ -1,0 +1,288 @@
+"""The topology file: which actors there are, where they listen and how much they may hold.
+
+    [model]              which model
+    [kv]                 the pool of pages
+    [gateway.NAME]       one table a gateway
+    [worker.NAME]        one table a worker; its role says what may be placed there
+    [scheduler] [allocator] [replicator] [health] [launch]
+
+Every key has a default but the role of a worker. Unknown keys are errors, and an error names the
+key, its value and what was expected.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from engine.errors import UsageError
+from engine.ids import EPOCH_BITS
+from engine.messages import ActorKind
+from engine.shapes import KVDtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Role = Literal["prefill", "decode", "both"]
+BackendName = Literal["torch", "reference"]
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=False, kw_only=True):
+    """Base of all tables: unknown keys are refused."""
+
+
+class ModelTable(_Table, frozen=True):
+    """Which model is served."""
+
+    path: str = "default"
+    """A GGUF file, a prepared folder, or "default" (SmolLM2-135M-Instruct from the cache)."""
+    name: str = ""
+    """What clients call it; empty: the model's own name."""
+
+
+class KVTable(_Table, frozen=True):
+    """The pool of KV pages of this host."""
+
+    page_tokens: Literal[8, 16, 32, 64] = 16
+    pages: Annotated[int, msgspec.Meta(ge=2, le=1 << 24)] = 1024
+    dtype: KVDtype = "float32"
+
+
+class GatewayTable(_Table, frozen=True):
+    """One front door."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 8000
+    """0 takes a free one; the launcher prints it."""
+    max_open: Count = 256
+    """Requests that may be open at once; one more is answered 429."""
+    max_body_bytes: Count = 1 << 20
+
+
+class WorkerTable(_Table, frozen=True, kw_only=True):
+    """One worker."""
+
+    role: Role
+    backend: BackendName = "torch"
+    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    """0 shares the cores among the workers."""
+    prefill_slots: Count = 8
+    """Requests that may be in prefill here at once (roles prefill and both)."""
+    decode_slots: Count = 32
+    """Sequences that may decode here at once (roles decode and both)."""
+    step_tokens: Count = 256
+    """Rows of one step at most: decode rows first, prefill chunks fill the rest."""
+    lease_ahead: Count = 4
+    """Pages leased ahead of their tokens while there is work."""
+
+
+class SchedulerTable(_Table, frozen=True):
+    """The scheduler has nothing to set yet."""
+
+
+class AllocatorTable(_Table, frozen=True):
+    """The allocator has nothing to set yet."""
+
+
+class ReplicatorTable(_Table, frozen=True):
+    """Where sealed pages are copied to."""
+
+    standby_pages: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 64
+    """Pages of the standby pool on this host; 0 keeps none."""
+
+
+class HealthTable(_Table, frozen=True):
+    """When silence is death."""
+
+    tick_s: Seconds = 0.25
+    deadline_s: Seconds = 5.0
+    """An actor whose event loop stands still for so long is killed and started again."""
+
+
+class LaunchTable(_Table, frozen=True):
+    """How the launcher starts and stops."""
+
+    link: Literal["ipc", "tcp"] = "ipc"
+    """How actors of this host talk: unix sockets in the run directory, or tcp on loopback."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    start_s: Seconds = 60.0
+    """All actors must be ready within this time."""
+    drain_s: Seconds = 10.0
+    """From the first signal to the end of everything at most; open requests may end meanwhile."""
+    restart_first_s: Seconds = 0.1
+    restart_most_s: Seconds = 5.0
+    restart_attempts: Count = 8
+    """Failures in a row of one actor until the launcher gives up."""
+
+
+class Topology(_Table, frozen=True, kw_only=True):
+    """A whole topology, resolved and checked."""
+
+    model: ModelTable = ModelTable()
+    kv: KVTable = KVTable()
+    gateway: dict[str, GatewayTable]
+    worker: dict[str, WorkerTable]
+    scheduler: SchedulerTable = SchedulerTable()
+    allocator: AllocatorTable = AllocatorTable()
+    replicator: ReplicatorTable = ReplicatorTable()
+    health: HealthTable = HealthTable()
+    launch: LaunchTable = LaunchTable()
+
+    def actors(self) -> tuple[Actor, ...]:
+        """All actors in start order; the position is the ordinal that shared memory knows them by."""
+        kinds: list[tuple[str, ActorKind]] = [
+            ("health", "health"),
+            ("allocator", "allocator"),
+            ("scheduler", "scheduler"),
+            ("replicator", "replicator"),
+            *((name, "gateway") for name in self.gateway),
+            *((name, "worker") for name in self.worker),
+        ]
+        return tuple(Actor(name, kind, ordinal) for ordinal, (name, kind) in enumerate(kinds))
+
+    @property
+    def log_slots(self) -> int:
+        """Slots of the token-log arena."""
+        return sum(table.max_open for table in self.gateway.values())
+
+    def log_slots_of(self, gateway: str) -> range:
+        """The slots that belong to one gateway."""
+        first = 0
+        for name, table in self.gateway.items():
+            if name == gateway:
+                return range(first, first + table.max_open)
+            first += table.max_open
+        raise KeyError(gateway)
+
+
+class Actor(msgspec.Struct, frozen=True):
+    """One actor of a topology, whatever its incarnation."""
+
+    name: str
+    kind: ActorKind
+    ordinal: int
+
+
+TABLES: dict[str, type[_Table]] = {
+    "model": ModelTable,
+    "kv": KVTable,
+    "scheduler": SchedulerTable,
+    "allocator": AllocatorTable,
+    "replicator": ReplicatorTable,
+    "health": HealthTable,
+    "launch": LaunchTable,
+}
+NAMED_TABLES: dict[str, type[_Table]] = {"gateway": GatewayTable, "worker": WorkerTable}
+FIXED_NAMES = ("health", "allocator", "scheduler", "replicator", "launcher")
+NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
+
+T = TypeVar("T", bound=_Table)
+
+
+def parse(text: str, source: str, settings: Sequence[str] = ()) -> Topology:
+    """Parse a topology file; UsageError with one line says what is wrong with it.
+
+    `settings` are `key=value` with a dotted key and a TOML value (a bare word is taken as a
+    string); they replace what the file says.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{source}: not TOML: {error}") from None
+    for setting in settings:
+        _set(data, setting)
+    _refuse_unknown(data, [*TABLES, *NAMED_TABLES], source, "")
+    tables: dict[str, Any] = {
+        key: _convert(data.get(key, {}), kind, source, key) for key, kind in TABLES.items()
+    }
+    for key, kind in NAMED_TABLES.items():
+        named = data.get(key, {})
+        if not isinstance(named, dict) or not named:
+            raise UsageError(f"{source}: [{key}.NAME]: at least one such table is needed")
+        for name in named:
+            if not NAME.fullmatch(name) or name in FIXED_NAMES:
+                expected = f"{NAME.pattern}, and none of {', '.join(FIXED_NAMES)}"
+                raise UsageError(f"{source}: {key}.{name}: the name {name!r} should match {expected}")
+        tables[key] = {name: _convert(table, kind, source, f"{key}.{name}") for name, table in named.items()}
+    topology = Topology(**tables)
+    _check(topology, source)
+    return topology
+
+
+def _set(data: dict[str, Any], setting: str) -> None:
+    key, equals, value = setting.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise UsageError(f"--set {setting}: expected key=value, as in --set gateway.front.port=0")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    table = data
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"--set {setting}: {part} is not a table")
+    table[path[-1]] = parsed
+
+
+def _refuse_unknown(data: dict[str, Any], known: Sequence[str], source: str, prefix: str) -> None:
+    for key, value in data.items():
+        if key not in known:
+            expected = ", ".join(known) or "no keys at all"
+            raise UsageError(
+                f"{source}: {prefix}{key} = {_show(value)}: unknown key; expected one of: {expected}"
+            )
+
+
+def _convert(data: object, kind: type[T], source: str, prefix: str) -> T:
+    if not isinstance(data, dict):
+        raise UsageError(f"{source}: {prefix} = {_show(data)}: expected a table")
+    _refuse_unknown(data, kind.__struct_fields__, source, f"{prefix}.")
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        # msgspec says «Expected `int` >= 1 - at `$.pages`»
+        said, _, at = str(error).partition(" - at `$.")
+        key = at.rstrip("`")
+        if key in data:
+            choices = get_args(get_type_hints(kind)[key])
+            if said.startswith("Invalid enum value"):
+                said = f"expected one of {', '.join(map(repr, choices))}"
+            raise UsageError(f"{source}: {prefix}.{key} = {_show(data[key])}: {said}") from None
+        raise UsageError(f"{source}: {prefix}: {said}") from None
+
+
+def _show(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "…"
+
+
+def _check(topology: Topology, source: str) -> None:
+    roles = {table.role for table in topology.worker.values()}
+    for needed in ("prefill", "decode"):
+        if not roles & {needed, "both"}:
+            raise UsageError(
+                f'{source}: worker.*.role: no worker can {needed}; give one the role "{needed}" or "both"'
+            )
+    names = [*topology.gateway, *topology.worker]
+    doors: dict[tuple[str, int], str] = {}
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"{source}: the name {name!r} is given to two actors")
+    for name, gateway in topology.gateway.items():
+        door = (gateway.host, gateway.port)
+        if gateway.port and door in doors:
+            raise UsageError(
+                f"{source}: gateway.{name}.port = {gateway.port}: gateway.{doors[door]} listens there "
+                "already; expected another port, or 0 for a free one"
+            )
+        doors[door] = name
+    if len(topology.gateway) > 255 - len(FIXED_NAMES) or len(names) > 1 << (EPOCH_BITS // 2):
+        raise UsageError(f"{source}: too many actors")

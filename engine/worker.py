@@ -1,0 +1,403 @@
+"""The worker: holds sequences and their pages, fills and decodes them, hands them on.
+
+One core for all roles: a worker with prefill slots fills prompts, one with decode slots samples,
+one with both does the two in one batch. The life of a sequence here:
+
+    StartPrefill ─▶ PREFILL ──▶ OFFERED ── HandOverAccepted ──▶ gone, the pages are the other's
+                        │          └────── HandOverRefused ───▶ gone, pages released
+                        └▶ DECODE (when it decodes what it filled) ─▶ finished, pages released
+    HandOver ─────────────▶ DECODE
+
+Every page of a sequence is released exactly once: by the worker that owns it when the sequence
+ends there, whatever ended it. While a step runs, its pages are not released: a cancelled sequence
+is doomed and dropped when the step returns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, assert_never
+
+from engine.batching import (
+    BatchLimits,
+    Lease,
+    Plan,
+    Sequence,
+    Slice,
+    adopt,
+    advance_sequence,
+    begin,
+    plan_step,
+)
+from engine.core import Send, Statistics
+from engine.layout import Owner, PageTable
+from engine.lifecycle import PageState, SequenceEvent, SequenceState
+from engine.messages import (
+    Cancel,
+    Drain,
+    FencePassed,
+    FenceWanted,
+    Finish,
+    HandOver,
+    HandOverAccepted,
+    HandOverRefused,
+    LeaseGranted,
+    LeaseRecall,
+    LeaseReturned,
+    LeaseWanted,
+    PagesHeld,
+    PagesReleased,
+    PagesSealed,
+    Roster,
+    SequenceLost,
+    StartPrefill,
+    StepTokens,
+    Stop,
+    TermAccepted,
+    TokenRow,
+    WorkerFact,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as Many
+
+    from engine.ids import Incarnation, SequenceKey
+    from engine.messages import Member, ToWorker
+    from engine.shapes import PageRef
+
+
+class WorkerLimits(NamedTuple):
+    """What a worker may hold and how it batches."""
+
+    prefill_slots: int
+    decode_slots: int
+    step_tokens: int
+    page_tokens: int
+    lease_ahead: int
+
+
+class Worker:
+    """The sequences of one worker and the pages under them."""
+
+    def __init__(self, me: Incarnation, ordinal: int, table: PageTable, limits: WorkerLimits) -> None:
+        self.me = me
+        self.table = table
+        self.limits = limits
+        self.lease = Lease()
+        self._owner = Owner(ordinal, me.epoch)
+        self._batch = BatchLimits(limits.page_tokens, limits.decode_slots, limits.step_tokens)
+        self._sequences: dict[tuple[SequenceKey, int], Sequence] = {}
+        self._alive: set[Incarnation] = set()
+        self._fenced: set[Incarnation] = set()
+        self._lease_said: tuple[int, int, int] | None = None
+        self._running: Plan | None = None
+        self.steps = 0
+        self.tokens_out = 0
+        self.tokens_filled = 0
+        self.pages_refused = 0
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────
+
+    def peers(self, up: Many[Member], down: Many[Incarnation], now: float) -> list[Send]:
+        sends: list[Send] = []
+        self._alive |= {member.incarnation for member in up}
+        self._alive.difference_update(down)
+        self._fenced.difference_update(down)
+        for dead in down:
+            sends += self._peer_lost(dead)
+        for member in up:
+            if member.kind == "scheduler":
+                fact = WorkerFact(self.limits.prefill_slots, self.limits.decode_slots)
+                sends.append(Send(member.incarnation, fact))
+            elif member.kind == "allocator":
+                sends += self._introduce(member.incarnation)
+        return sends
+
+    def handle(self, source: Incarnation, message: ToWorker, now: float) -> list[Send]:
+        """Take one message."""
+        match message:
+            case StartPrefill():
+                return self._start(source, message)
+            case Cancel():
+                return self._cancel(message)
+            case HandOver():
+                return self._take_over(source, message)
+            case HandOverAccepted():
+                return self._passed_on(source, message)
+            case HandOverRefused():
+                return self._refused(source, message)
+            case LeaseGranted():
+                self.lease.add(message.pages)
+                return []
+            case LeaseRecall():
+                pages = self.lease.give_back(keep=0)
+                return [Send(source, LeaseReturned(pages, self.lease.consumed))]
+            case FenceWanted():
+                if message.dead in self._alive:
+                    self._fenced.add(message.dead)
+                return [*self._peer_lost(message.dead), Send(source, FencePassed(message.dead))]
+            case Roster() | Drain() | Stop():
+                return []
+            case _:
+                assert_never(message)
+
+    # ── steps ─────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self) -> tuple[Plan | None, list[Send]]:
+        """The next step, or None when there is nothing to compute; and the leases to ask for."""
+        assert self._running is None, "a step is running"
+        if not self._sequences:
+            return None, self._go_idle()
+        oldest_first = sorted(self._sequences.values(), key=lambda s: (s.spec.arrival, s.key))
+        plan = plan_step(oldest_first, self.lease, self.table, self._batch)
+        sends = self._want_leases(plan.missing)
+        if not plan.slices:
+            return None, sends
+        for piece in plan.slices:
+            piece.sequence.running = True
+        self._running = plan
+        return plan, sends
+
+    def complete(self, plan: Plan, tokens: Iterable[int], now: float) -> list[Send]:
+        """Take the step's tokens, one for each slice that samples, in order; −1 is a row at fault."""
+        assert plan is self._running, "not the step that is running"
+        self._running = None
+        self.steps += 1
+        sampled = iter(tokens)
+        sends: list[Send] = []
+        rows: dict[Incarnation, list[TokenRow]] = {}
+        released: list[PageRef] = []
+        for piece in plan.slices:
+            sequence = piece.sequence
+            sequence.running = False
+            token = next(sampled) if piece.samples else None
+            sealed = advance_sequence(piece, self.table, self.limits.page_tokens)
+            self.tokens_filled += piece.length
+            if sequence.doomed:
+                released += self._drop(sequence)
+                continue
+            if sealed:
+                sends.append(Send("replicator", PagesSealed(sequence.key, sequence.term, tuple(sealed))))
+            if token is not None:
+                row = self._commit(sequence, token)
+                if row is None:
+                    released += self._drop(sequence)
+                    detail = "the model gave no finite logit that is allowed"
+                    lost = SequenceLost(sequence.key, sequence.term, "fault", detail)
+                    sends.append(Send(sequence.spec.gateway, lost))
+                    continue
+                rows.setdefault(sequence.spec.gateway, []).append(row)
+                if row.finish is not None:
+                    released += self._drop(sequence)
+            elif sequence.state is SequenceState.PREFILL and sequence.computed == sequence.end:
+                sends += self._offer(sequence)
+        sends += [Send(gateway, StepTokens(tuple(batch))) for gateway, batch in rows.items()]
+        return sends + self._released(released)
+
+    def _commit(self, sequence: Sequence, token: int) -> TokenRow | None:
+        if token < 0:
+            return None
+        sequence.log.append(token)
+        self.tokens_out += 1
+        finish: Finish | None = None
+        if token in sequence.spec.stop_tokens:
+            finish = "stop"
+        elif len(sequence.log) >= sequence.spec.limit:
+            finish = "length"
+        return TokenRow(sequence.key, sequence.term, len(sequence.log) - 1, token, finish)
+
+    # ── sequences come and go ─────────────────────────────────────────────────────────────────
+
+    def _start(self, source: Incarnation, message: StartPrefill) -> list[Send]:
+        spec = message.spec
+        if any(known.term >= message.term for known in self._terms_of(spec.key)):
+            return []
+        sends = self._give_up_older(spec.key, message.term)
+        if self.limits.prefill_slots == 0:
+            detail = f"{self.me} has no prefill slots"
+            return [*sends, Send(source, SequenceLost(spec.key, message.term, "refused", detail))]
+        sequence = begin(spec, message.term, message.decode)
+        self._sequences[spec.key, message.term] = sequence
+        if sequence.computed == sequence.end:
+            sends += self._offer(sequence)
+        return sends
+
+    def _offer(self, sequence: Sequence) -> list[Send]:
+        """The prefill is done: decode it here, or offer it to the worker that will."""
+        if sequence.decode == self.me:
+            sequence.move(SequenceEvent.ADOPT)
+            del self._sequences[sequence.key, sequence.term]
+            sequence.term += 1
+            self._sequences[sequence.key, sequence.term] = sequence
+            return [Send(sequence.spec.gateway, TermAccepted(sequence.key, sequence.term))]
+        if sequence.decode not in self._alive or sequence.decode in self._fenced:
+            return self._give_up(sequence)
+        sequence.move(SequenceEvent.OFFER)
+        message = HandOver(sequence.term + 1, sequence.spec, sequence.computed, tuple(sequence.pages))
+        return [Send(sequence.decode, message)]
+
+    def _take_over(self, source: Incarnation, message: HandOver) -> list[Send]:
+        spec = message.spec
+        if source in self._fenced:
+            return []
+        reason = self._why_not(source, message)
+        if reason is not None:
+            self.pages_refused += 1
+            return [Send(source, HandOverRefused(spec.key, message.term, reason))]
+        sends = self._give_up_older(spec.key, message.term)
+        for page in message.pages:
+            self.table.adopt(page.index, self._owner, message.term)
+        sequence = adopt(spec, message.term, self.me, message.filled, message.pages)
+        self._sequences[spec.key, message.term] = sequence
+        return [
+            *sends,
+            Send(source, HandOverAccepted(spec.key, message.term)),
+            Send(spec.gateway, TermAccepted(spec.key, message.term)),
+        ]
+
+    def _why_not(self, source: Incarnation, message: HandOver) -> str | None:
+        spec = message.spec
+        if spec.gateway not in self._alive:
+            return f"its gateway {spec.gateway} is gone"
+        if any(known.term >= message.term for known in self._terms_of(spec.key)):
+            return f"term {message.term} of it, or a later one, is here already"
+        if self.limits.decode_slots == 0:
+            return f"{self.me} has no decode slots"
+        if len(message.pages) != -(-message.filled // self.limits.page_tokens):
+            return f"{len(message.pages)} pages for {message.filled} positions"
+        for page in message.pages:
+            stale = not self.table.is_current(page)
+            if stale or self.table.state(page.index) not in (PageState.OPEN, PageState.SEALED):
+                return f"page {page.index} is not in generation {page.generation} any more"
+        return None
+
+    def _passed_on(self, source: Incarnation, message: HandOverAccepted) -> list[Send]:
+        sequence = self._offered_to(source, message.key, message.term)
+        if sequence is not None:
+            sequence.move(SequenceEvent.PASS_ON)
+            del self._sequences[sequence.key, sequence.term]
+        return []
+
+    def _refused(self, source: Incarnation, message: HandOverRefused) -> list[Send]:
+        sequence = self._offered_to(source, message.key, message.term)
+        if sequence is None:
+            return []
+        return [
+            *self._released(self._drop(sequence)),
+            Send(sequence.spec.gateway, SequenceLost(message.key, sequence.term, "refused", message.reason)),
+        ]
+
+    def _offered_to(self, source: Incarnation, key: SequenceKey, term: int) -> Sequence | None:
+        sequence = self._sequences.get((key, term - 1))
+        if sequence is None or sequence.state is not SequenceState.OFFERED or sequence.decode != source:
+            return None
+        return sequence
+
+    def _cancel(self, message: Cancel) -> list[Send]:
+        return self._give_up_older(message.key, message.term + 1)
+
+    def _terms_of(self, key: SequenceKey) -> list[Sequence]:
+        """What is here of one choice: its present term, and older ones that are not rid of yet."""
+        return [sequence for sequence in self._sequences.values() if sequence.key == key]
+
+    def _give_up_older(self, key: SequenceKey, term: int) -> list[Send]:
+        """Give up whatever is here of a choice in a term below the given one."""
+        return [send for known in self._terms_of(key) if known.term < term for send in self._give_up(known)]
+
+    def _peer_lost(self, dead: Incarnation) -> list[Send]:
+        """Drop what a dead gateway owned and what was offered to a dead decode worker."""
+        sends: list[Send] = []
+        for sequence in list(self._sequences.values()):
+            if sequence.spec.gateway == dead:
+                sends += self._give_up(sequence)
+            elif sequence.state is SequenceState.OFFERED and sequence.decode == dead:
+                sends += self._released(self._drop(sequence))
+        return sends
+
+    def _give_up(self, sequence: Sequence) -> list[Send]:
+        """Drop a sequence now, or, while its pages are in use, as soon as they are not.
+
+        An offered sequence stays until the other side has answered, since the other side may
+        have taken the pages already; if it has, the gateway cancels it there.
+        """
+        if sequence.state is SequenceState.OFFERED and sequence.decode in self._alive:
+            return []
+        if sequence.running:
+            sequence.doomed = True
+            return []
+        return self._released(self._drop(sequence))
+
+    def _drop(self, sequence: Sequence) -> list[PageRef]:
+        sequence.move(SequenceEvent.DROP)
+        del self._sequences[sequence.key, sequence.term]
+        pages, sequence.pages = sequence.pages, []
+        return pages
+
+    # ── pages ─────────────────────────────────────────────────────────────────────────────────
+
+    def _released(self, pages: list[PageRef]) -> list[Send]:
+        return [Send("allocator", PagesReleased(tuple(pages)))] if pages else []
+
+    def _introduce(self, allocator: Incarnation) -> list[Send]:
+        used = tuple(page for sequence in self._sequences.values() for page in sequence.pages)
+        self._lease_said = None
+        return [
+            Send(allocator, PagesHeld(self.lease.held(), used, self.lease.consumed)),
+            *(self._want_leases(0) if self._sequences else ()),
+        ]
+
+    def _go_idle(self) -> list[Send]:
+        """Hold no page while there is nothing to do."""
+        if not len(self.lease):
+            return []
+        pages = self.lease.give_back(keep=0)
+        self._lease_said = None
+        return [
+            Send("allocator", LeaseWanted(self.lease.consumed, 0, 0)),
+            Send("allocator", LeaseReturned(pages, self.lease.consumed)),
+        ]
+
+    def _want_leases(self, missing: int) -> list[Send]:
+        said = (self.lease.consumed, self.limits.lease_ahead + missing, missing)
+        if said == self._lease_said:
+            return []
+        self._lease_said = said
+        return [Send("allocator", LeaseWanted(*said))]
+
+    # ── for people and tests ──────────────────────────────────────────────────────────────────
+
+    @property
+    def sequences(self) -> Many[Sequence]:
+        """What the worker holds now."""
+        return tuple(self._sequences.values())
+
+    def check(self) -> None:
+        held = [page for sequence in self._sequences.values() for page in sequence.pages]
+        held += self.lease.held()
+        assert len(held) == len(set(held)), "a page is held twice"
+        for (key, term), sequence in self._sequences.items():
+            assert (key, term) == (sequence.key, sequence.term)
+            assert sequence.state is not SequenceState.GONE
+            assert 0 <= sequence.computed <= len(sequence.log)
+            assert sequence.running or len(sequence.pages) * self.limits.page_tokens >= sequence.computed
+            assert not sequence.doomed or sequence.running
+            for page in sequence.pages:
+                assert self.table.is_current(page), f"{key} holds a stale page {page}"
+
+    def statistics(self) -> Statistics:
+        states = [sequence.state for sequence in self._sequences.values()]
+        return {
+            "sequences": len(states),
+            "sequences_prefill": states.count(SequenceState.PREFILL),
+            "sequences_offered": states.count(SequenceState.OFFERED),
+            "sequences_decode": states.count(SequenceState.DECODE),
+            "pages_leased": len(self.lease),
+            "pages_used": sum(len(sequence.pages) for sequence in self._sequences.values()),
+            "steps": self.steps,
+            "tokens_filled": self.tokens_filled,
+            "tokens_out": self.tokens_out,
+            "hand_overs_refused": self.pages_refused,
+        }
+
+
+__all__ = ["Plan", "Slice", "Worker", "WorkerLimits"]
