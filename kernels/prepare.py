@@ -101,7 +101,10 @@ def _check_folder(folder: Path) -> None:
 
     The length matters: after a power cut a file may have its name but not its bytes.
     """
-    read_config(folder)
+    try:
+        read_config(folder)
+    except OSError as error:
+        raise ModelError(f"{folder}: unreadable: {error.strerror or error}; prepare it again") from None
     if not (folder / TOKENIZER).is_file():
         raise ModelError(f"{folder}: no {TOKENIZER}; delete the folder and prepare it again")
     path = folder / WEIGHTS
