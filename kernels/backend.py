@@ -51,7 +51,11 @@ class StepResult:
     """What a step made. L is the number of rows that need logits, in row order."""
 
     tokens: NDArray[np.int32]
-    """[L] the sampled token that follows each row; its log position is the row's plus one."""
+    """[L] the sampled token that follows each row; its log position is the row's plus one.
+
+    -1 (`kernels.sampling.NO_TOKEN`) for a row that has none: its logits are not all finite, or its mask
+    allows no id. Such a row must end its request with an error; the other rows are as good as without it.
+    """
     logits: NDArray[np.float32] | None = None
     """[L, vocab_size] before any filter, only when asked for."""
 

@@ -1,0 +1,40 @@
+"""Opening a backend by its name in the topology."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.errors import StartError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from engine.shapes import PageShape
+    from kernels.backend import Backend
+
+NAMES = ("torch", "reference")
+
+
+def open_backend(
+    name: str, model_folder: Path, pool: NDArray[np.uint8], page_shape: PageShape, threads: int
+) -> Backend:
+    """Open the backend `name` over a prepared model folder and a pool of KV pages.
+
+    pool: 1-D contiguous writable uint8, a whole number of pages of `page_shape`, e.g.
+    `np.frombuffer(mmap, np.uint8)`; the backend keeps the array, and so the map, alive. `threads` is the
+    number of cores of one step; the reference uses one. StartError: unknown name, or a pool or page shape
+    that does not fit the model. ModelError: the folder cannot be served.
+    """
+    if name == "torch":
+        # torch costs 1.6 s to import: only for those who ask for it
+        from kernels.torch_cpu import TorchBackend
+
+        return TorchBackend(model_folder, pool, page_shape, threads)
+    if name == "reference":
+        from kernels.reference import ReferenceBackend
+
+        return ReferenceBackend(model_folder, pool, page_shape)
+    raise StartError(f"unknown backend {name!r}; known are {', '.join(NAMES)}")
