@@ -1,0 +1,1 @@
+"""Programs for people: quick start, checks, model fetching."""
