@@ -11,9 +11,9 @@ class ProtocolError(TransportError):
     """A peer sent what this version of the protocol does not allow: garbage, or another version."""
 
 
-class ChannelFull(TransportError):  # noqa: N818 - named like trio.WouldBlock: a state, not a fault of ours
+class ChannelFull(TransportError):
     """A whole window of messages is unacknowledged: the peer is stuck or gone."""
 
 
-class TransferCut(TransportError):  # noqa: N818 - likewise
+class TransferCut(TransportError):
     """The stream of a page transfer ended in the middle; pages not receipted must be sent again."""

@@ -6,8 +6,9 @@ What keeps the two tasks from sleeping through each other's news:
 
 1. After every libzmq call, whatever it returned, the task parked in the other direction is woken if
    EVENTS permits it to go on (`_wake_other`).
-2. EVENTS is read again right before parking: a non-blocking call may fail although it could succeed,
-   since libzmq does not look at its own mailbox on every call.
+2. A non-blocking call may fail although it could succeed, since libzmq does not look at its own
+   mailbox on every call; reading EVENTS makes it look. So a refused call is tried again after that,
+   and EVENTS is read once more right before parking.
 3. trio allows one waiter a descriptor, so the second direction waits on a duplicate.
 4. A parked task is woken by `notify_closing` on its descriptor, which costs nothing while nobody is
    parked; the woken task tries again unless the socket really was closed.
@@ -101,7 +102,13 @@ class ZmqSocket:
         if self._closed:
             raise trio.ClosedResourceError
         try:
-            return call()
+            try:
+                return call()
+            except zmq.Again:
+                # Reading EVENTS makes libzmq look at its mailbox, which a call does once a
+                # millisecond only: what refuses now refuses for good.
+                self._wake_other(direction, self._option(zmq.EVENTS))
+                return call()
         except zmq.Again:
             raise trio.WouldBlock from None
         finally:
