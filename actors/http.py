@@ -33,7 +33,7 @@ Scope = MutableMapping[str, Any]
 
 log = structlog.get_logger()
 
-MAX_BODY_BYTES = 8 * 2**20
+MAX_BODY_BYTES = 4 * 2**20
 _THREAD_CHARS = 16 * 2**10
 """Longer conversations are tokenised in a thread."""
 _BODY_S = 60.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +25,7 @@ from actors.openai import (
 from actors.sessions import Delta, End
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import AsyncIterator, Iterable
 
     from actors.sessions import Session
     from engine.model import ModelConfig
@@ -125,11 +125,12 @@ class Reply:
 
     async def run(self, *, stream: bool, include_usage: bool) -> None:
         """Answer to the end; no session is left open whatever happens."""
+        events = self._session.events()
         try:
             if stream:
-                await self._stream(include_usage)
+                await self._stream(events, include_usage)
             else:
-                await self._whole()
+                await self._whole(events)
         except trio.Cancelled:
             self._session.cancel("shutdown")
             raise
@@ -137,10 +138,14 @@ class Reply:
             log.exception("http_reply_failed", request_id=self._session.request_id)
             self._session.cancel("http_door")
             await self._fail(500, "The request failed inside the server.")
+        finally:
+            # Where the events come from a generator, it must not be left to the garbage collector.
+            if isinstance(events, AsyncGenerator):
+                await events.aclose()
 
-    async def _whole(self) -> None:
+    async def _whole(self, events: AsyncIterator[Delta | End]) -> None:
         texts: list[str] = []
-        async for event in self._session.events():
+        async for event in events:
             if isinstance(event, Delta):
                 texts.append(event.text)
             elif await self._succeeded(event):
@@ -150,7 +155,7 @@ class Reply:
                 )
                 await self._client.send_json(200, value, self._headers)
 
-    async def _stream(self, include_usage: bool) -> None:
+    async def _stream(self, events: AsyncIterator[Delta | End], include_usage: bool) -> None:
         usage = None if include_usage else UNSET
         client = self._client
 
@@ -159,7 +164,7 @@ class Reply:
             return b"data: %b\n\n" % _encode(value)
 
         head = chunk([ChunkChoice(ChunkDelta(role="assistant", content=""))])
-        async for event in self._session.events():
+        async for event in events:
             if isinstance(event, Delta):
                 if not client.gone:
                     data = chunk([ChunkChoice(ChunkDelta(content=event.text))])
