@@ -9,10 +9,12 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.install import say
+from tools.install import ROOT, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +41,21 @@ class Running:
 
 
 def launch_command(topology: str, arguments: Sequence[str]) -> list[str]:
-    """The launcher on a free port, with further arguments that may say otherwise."""
-    return [sys.executable, "-m", "engine.launch", topology, "--set", "gateway.port=0", *arguments]
+    """The launcher on free ports, with further arguments that may say otherwise."""
+    command = [sys.executable, "-m", "engine.launch", topology]
+    for name in _gateways(topology):
+        command += ["--set", f"gateway.{name}.port=0"]
+    return [*command, *arguments]
+
+
+def _gateways(topology: str) -> list[str]:
+    """The gateways' names in a topology file; what is wrong with the file the launcher will say."""
+    shipped = ROOT / "engine" / "topologies" / f"{topology.removesuffix('.toml')}.toml"
+    for path in (Path(topology), shipped):
+        with contextlib.suppress(OSError, ValueError):
+            tables = tomllib.loads(path.read_text(encoding="utf-8")).get("gateway", {})
+            return [name for name, table in tables.items() if isinstance(table, dict)]
+    return []
 
 
 @contextlib.contextmanager

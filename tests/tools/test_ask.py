@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.ask import NoAnswer, ask, main
-from tools.system import SystemFailed, running_system
+from tools.system import SystemFailed, launch_command, running_system
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = """\
@@ -92,6 +92,18 @@ def test_a_system_that_does_not_stop_cleanly() -> None:
     with pytest.raises(SystemFailed, match=r"exit code 9\b") as failed, running_system(launcher("dirty")):
         pass
     assert failed.value.code == 70
+
+
+def test_every_gateway_of_the_topology_gets_a_free_port(tmp_path: Path) -> None:
+    topology = tmp_path / "two.toml"
+    topology.write_text("[gateway.a]\nport = 1\n[gateway.b]\n[worker.w]\n")
+    _, *arguments = launch_command(str(topology), ["--set", "gateway.b.port=2"])
+    assert arguments[2:] == [
+        *(str(topology), "--set", "gateway.a.port=0", "--set", "gateway.b.port=0"),
+        *("--set", "gateway.b.port=2"),
+    ]
+    assert "gateway.front.port=0" in launch_command("local", [])
+    assert launch_command(str(tmp_path / "none.toml"), [])[3:] == [str(tmp_path / "none.toml")]
 
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
