@@ -128,16 +128,16 @@ class HttpDoor:
         except QueueFull as refusal:
             raise ApiError(
                 429,
-                f"Too many requests are waiting: {refusal}. Try again.",
+                f"Too many requests are open{_because(refusal)}; try again later.",
                 kind="rate_limit_error",
                 code="queue_full",
                 headers=((b"retry-after", b"1"),),
             ) from None
         except Draining as refusal:
-            message = f"The server is shutting down: {refusal}."
+            message = f"The server is shutting down{_because(refusal)}."
             raise ApiError(503, message, kind="server_error", code="draining") from None
         except Refused as refusal:
-            raise ApiError(503, f"The request was refused: {refusal}.", kind="server_error") from None
+            raise ApiError(503, f"The request was refused{_because(refusal)}.", kind="server_error") from None
         reply = Reply(session, client, self._sessions.model)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.watch, session)
@@ -203,6 +203,10 @@ class HttpDoor:
             sampling=request.sampling(seed),
             stop=request.stop,
         )
+
+
+def _because(refusal: Refused) -> str:
+    return f": {refusal}" if str(refusal) else ""
 
 
 def _allow(method: str, *allowed: str) -> None:

@@ -16,7 +16,7 @@ from tools.install import ROOT, Installer, InstallError, Machine, Options, add_o
 EPILOG = """\
 examples:
   tools/up                                     serve until Ctrl-C
-  tools/up --set gateway.front.port=8080               the same on another port
+  tools/up --set gateway.front.port=8080       the same on another port
   tools/up --ask "Why is the sky blue?"        print one answer and stop
 
 Everything that is not known here goes to the launcher: `python -m engine.launch --help`.
