@@ -1,7 +1,7 @@
 """HTTP connections on trio: hypercorn's protocol code behind an accept loop with bounds.
 
 hypercorn's own `serve` shields every send from cancellation and bounds none, so one client that
-stops reading keeps it from ever shutting down (tests/actors/test_http_server.py shows it on ours).
+stops reading keeps it from ever shutting down (tests/actors/test_http_clients.py has that client).
 Here each connection is wrapped: a send that makes no progress for `stall_s` breaks the connection,
 closing breaks pending sends at once, and an exception in one connection stays in it.
 """
