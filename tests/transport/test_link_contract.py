@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 
+from transport.faulty import FaultyNetwork
 from transport.memory import MemoryNetwork
 from transport.zeromq import ZeroMQNetwork
 
@@ -22,7 +25,7 @@ HIGH_WATER_MARK = 20
 LIMIT_S = 20.0
 
 Kind = str
-KINDS: list[Kind] = ["memory", "ipc", "tcp"]
+KINDS: list[Kind] = ["memory", "faulty", "ipc", "tcp"]
 
 
 @pytest.fixture(params=KINDS)
@@ -31,8 +34,13 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @pytest.fixture
-def links(kind: Kind, tmp_path: Path) -> Iterator[LinkFactory]:
-    if kind == "memory":
+def links(kind: Kind, tmp_path: Path, nursery: trio.Nursery) -> Iterator[LinkFactory]:
+    if kind == "faulty":
+        inner = MemoryNetwork(high_water_mark=HIGH_WATER_MARK)
+        faulty = FaultyNetwork(inner, nursery, random.Random(0))
+        yield faulty.links("outbox")
+        assert set(msgspec.structs.astuple(faulty.statistics())[1:]) == {0}
+    elif kind == "memory":
         memory = MemoryNetwork(high_water_mark=HIGH_WATER_MARK)
         yield memory
         memory.check()
@@ -122,7 +130,7 @@ async def test_many_outboxes_reach_one_inbox(links: LinkFactory, inbox: Inbox) -
     assert all(numbers == list(range(count)) for numbers in received.values())
 
 
-@pytest.mark.parametrize("kind", ["memory", "ipc"])  # a port is not known before bind
+@pytest.mark.parametrize("kind", ["memory", "faulty", "ipc"])  # a port is not known before bind
 async def test_connect_before_bind(links: LinkFactory) -> None:
     early = links.bind("late.1")
     endpoint = early.endpoint
