@@ -137,7 +137,7 @@ class Allocator:
                 account = self._accounts.get(source)
                 if account is not None:
                     account.consumed = max(account.consumed, message.consumed)
-                    account.recalled = False
+                    account.ahead, account.recalled = message.ahead, False
                 self._release(source, message.pages)
             case PagesReleased():
                 self._release(source, message.pages)

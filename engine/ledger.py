@@ -336,9 +336,10 @@ class Ledger:
         """Choices that have not ended."""
         return len(self._entries)
 
-    def entry(self, key: SequenceKey) -> Entry | None:
-        """An open choice."""
-        return self._entries.get(key)
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The open choices."""
+        return tuple(self._entries.values())
 
     def check(self) -> None:
         assert len(self._entries) + len(self._free_slots) == self._slots, "a log slot leaked"

@@ -281,10 +281,14 @@ class LeaseRecall(Message, frozen=True):
 
 
 class LeaseReturned(Message, frozen=True):
-    """worker → allocator: the answer to a recall; the pages are counted as consumed."""
+    """worker → allocator: leases that are not needed; they count as consumed from now on.
+
+    The answer to a recall, and what a worker does of itself when it has nothing to compute.
+    """
 
     pages: tuple[PageRef, ...]
     consumed: int
+    ahead: int
 
 
 class PagesReleased(Message, frozen=True):

@@ -130,8 +130,8 @@ class Worker:
                 self.lease.add(message.pages)
                 return []
             case LeaseRecall():
-                pages = self.lease.give_back(keep=0)
-                return [Send(source, LeaseReturned(pages, self.lease.consumed))]
+                self._lease_said = None
+                return [self._return_leases(source, self.limits.lease_ahead)]
             case FenceWanted():
                 if message.dead in self._alive:
                     self._fenced.add(message.dead)
@@ -350,12 +350,12 @@ class Worker:
         """Hold no page while there is nothing to do."""
         if not len(self.lease):
             return []
-        pages = self.lease.give_back(keep=0)
         self._lease_said = None
-        return [
-            Send("allocator", LeaseWanted(self.lease.consumed, 0, 0)),
-            Send("allocator", LeaseReturned(pages, self.lease.consumed)),
-        ]
+        return [self._return_leases("allocator", 0)]
+
+    def _return_leases(self, allocator: str | Incarnation, ahead: int) -> Send:
+        pages = self.lease.give_back(keep=0)
+        return Send(allocator, LeaseReturned(pages, self.lease.consumed, ahead))
 
     def _want_leases(self, missing: int) -> list[Send]:
         said = (self.lease.consumed, self.limits.lease_ahead + missing, missing)
@@ -382,7 +382,9 @@ class Worker:
             assert sequence.running or len(sequence.pages) * self.limits.page_tokens >= sequence.computed
             assert not sequence.doomed or sequence.running
             for page in sequence.pages:
-                assert self.table.is_current(page), f"{key} holds a stale page {page}"
+                # What is offered may have been taken, and even freed, before we hear of it.
+                offered = sequence.state is SequenceState.OFFERED
+                assert offered or self.table.is_current(page), f"{key} holds a stale page {page}"
 
     def statistics(self) -> Statistics:
         states = [sequence.state for sequence in self._sequences.values()]

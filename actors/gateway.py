@@ -1,0 +1,269 @@
+"""The gateway actor: client sessions over the ledger, and the doors that clients come through."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import structlog
+import trio
+
+from actors.boot import LAUNCHER, TOKEN_LOG
+from actors.sessions import Delta, Draining, End, QueueFull
+from actors.shell import Actor
+from engine.core import Send
+from engine.ids import request_name
+from engine.layout import TokenLogArena
+from engine.ledger import Closed, Committed, Ledger, LedgerFull
+from engine.messages import Drained
+from engine.model import ModelConfig, read_config
+from engine.detokenizer import StopFilter
+from engine.text import TextCodec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Sequence
+
+    from actors.boot import World
+    from actors.sessions import FinishReason, Generation
+    from engine.core import Statistics
+    from engine.ids import Incarnation, SequenceKey
+    from engine.ledger import Effect
+    from engine.messages import Member, Message, ToGateway
+
+log = structlog.get_logger()
+
+STALL_S = 30.0
+"""With requests open and no token for so long, the system is not ready."""
+
+SHUT_DOWN = "the server shut down before the answer was complete"
+
+
+class GatewaySession:
+    """One open request: folds committed tokens into text, and hands it to one reader.
+
+    What the reader has not taken yet is one string, so that a slow reader costs the length of its
+    answer and no more.
+    """
+
+    def __init__(self, gateway: GatewayActor, key: SequenceKey, generation: Generation, now: float) -> None:
+        self.key = key
+        self._gateway = gateway
+        self._generation = generation
+        self._detokenizer = gateway.text.detokenizer()
+        self._stops = StopFilter(generation.stop)
+        self._text = ""
+        self._end: End | None = None
+        self._news = trio.Event()
+        self._tokens = 0
+        self._opened = now
+
+    @property
+    def request_id(self) -> str:
+        """How logs and clients name the request."""
+        return request_name(self.key.request)
+
+    async def events(self) -> AsyncIterator[Delta | End]:
+        """Deltas as they are committed, then exactly one End."""
+        while True:
+            text, self._text = self._text, ""
+            if text:
+                yield Delta(text)
+            elif self._end is not None:
+                yield self._end
+                return
+            else:
+                self._news = trio.Event()
+                await self._news.wait()
+
+    def cancel(self, by: str) -> None:
+        """Give the request up everywhere at once."""
+        self._gateway.cancel(self, by)
+
+    # ── called by the gateway ─────────────────────────────────────────────────────────────────
+
+    def push(self, token: int) -> bool:
+        """Take a committed token; True when a stop string was hit."""
+        self._tokens += 1
+        text, hit = self._stops.push(self._detokenizer.push(token))
+        if text:
+            self._text += text
+            self._news.set()
+        return hit
+
+    def end(self, reason: FinishReason, error: str | None = None, *, flush: bool = True) -> None:
+        """The terminal event; `flush` shows what was held back in case it became a stop string."""
+        if self._end is not None:
+            return
+        if flush:
+            text, hit = self._stops.push(self._detokenizer.finish())
+            self._text += text if hit else text + self._stops.finish()
+        prompt = len(self._generation.prompt)
+        self._end = End(reason, prompt, self._tokens, error)
+        self._news.set()
+        log.info(
+            "request_ended",
+            request_id=self.request_id,
+            reason=reason,
+            error=error,
+            prompt_tokens=prompt,
+            completion_tokens=self._tokens,
+            seconds=round(trio.current_time() - self._opened, 4),
+        )
+
+
+class GatewayActor(Actor):
+    """Implements `actors.sessions.Sessions` for its doors."""
+
+    text: TextCodec
+    model: ModelConfig
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        topology = self.boot.topology
+        arena = TokenLogArena(world.segments[TOKEN_LOG], topology.log_slots, self.boot.context_length)
+        self.core = Ledger(self.me, self.boot.ordinal, arena, topology.log_slots_of(self.me.name))
+        self._sessions: dict[SequenceKey, GatewaySession] = {}
+        self._progress = trio.current_time()
+        self._idle = trio.Event()
+        self._shut_door = trio.Event()
+        self._door_closed = trio.Event()
+        if self.core.orphans:
+            log.warning("requests_orphaned", count=self.core.orphans)
+
+    # ── what the doors see ────────────────────────────────────────────────────────────────────
+
+    def draw_seed(self) -> int:
+        """A fresh unsigned 64-bit seed."""
+        return secrets.randbits(64)
+
+    def open(self, generation: Generation) -> GatewaySession:
+        """Accept a request, or raise Refused."""
+        if self.draining.is_set() or self.stopping.is_set():
+            raise Draining
+        now = trio.current_time()
+        if not self._sessions:
+            self._progress = now
+        prompt = generation.prompt
+        limit = len(prompt) + generation.max_tokens
+        if limit > self.boot.context_length:
+            raise ValueError(f"{limit} tokens do not fit a context of {self.boot.context_length}")
+        try:
+            key, effects = self.core.open(prompt, limit, self.model.eos_tokens, generation.sampling, now)
+        except LedgerFull:
+            raise QueueFull from None
+        session = GatewaySession(self, key, generation, now)
+        self._sessions[key] = session
+        log.info(
+            "request_admitted",
+            request_id=session.request_id,
+            prompt_tokens=len(prompt),
+            max_tokens=generation.max_tokens,
+            seed=generation.sampling.seed,
+        )
+        self._apply(effects)
+        return session
+
+    def not_ready(self) -> str | None:
+        """Why no token could be produced now, or None."""
+        if self.draining.is_set():
+            return "the system is shutting down"
+        kinds = {member.kind for member in self.members.values()}
+        missing = sorted({"scheduler", "allocator"} - kinds)
+        roles = {
+            self.boot.topology.worker[member.name].role
+            for member in self.members.values()
+            if member.kind == "worker"
+        }
+        missing += [f"{role} worker" for role in ("prefill", "decode") if not roles & {role, "both"}]
+        if missing:
+            return f"waiting for: {', '.join(missing)}"
+        silent = trio.current_time() - self._progress
+        if self._sessions and silent > STALL_S:
+            return f"requests are open and no token came for {silent:.0f} s"
+        return None
+
+    def system_statistics(self) -> dict[str, dict[str, int | float]]:
+        """What every actor of the topology last published, by name."""
+        return {actor.name: self.vitals.statistics(actor.ordinal) for actor in self.boot.topology.actors()}
+
+    # ── sessions ──────────────────────────────────────────────────────────────────────────────
+
+    def cancel(self, session: GatewaySession, by: str) -> None:
+        """The client of a session does not want it any more; a no-op after its end."""
+        if self._sessions.pop(session.key, None) is None:
+            return
+        log.info("request_cancelled", request_id=session.request_id, by=by)
+        session.end("cancelled", flush=False)
+        self._apply(self.core.cancel(session.key))
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        sends: list[Send] = []
+        for effect in effects:
+            match effect:
+                case Committed(key=key, token=token):
+                    self._progress = trio.current_time()
+                    session = self._sessions.get(key)
+                    if session is not None and session.push(token):
+                        del self._sessions[key]
+                        session.end("stop", flush=False)
+                        sends += [left for left in self.core.finish(key) if isinstance(left, Send)]
+                case Closed(key=key, reason=reason, error=error):
+                    session = self._sessions.pop(key, None)
+                    if session is not None:
+                        session.end(reason or "error", error)
+                case _:
+                    sends.append(effect)
+        self.send(sends)
+        if not self._sessions:
+            self._idle.set()
+
+    # ── the shell ─────────────────────────────────────────────────────────────────────────────
+
+    async def prepare(self) -> None:
+        folder = Path(self.boot.model_folder)
+        self.model = read_config(folder)
+        name = self.boot.topology.model.name
+        if name:
+            self.model = msgspec.structs.replace(self.model, name=name)
+        self.text = await self.world.compute(partial(TextCodec.load, folder))
+
+    async def serve(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tell_when_drained)
+            if self.world.serve_door is not None:
+                await self.world.serve_door(self, self._shut_door)
+                self._door_closed.set()
+
+    async def _tell_when_drained(self) -> None:
+        await self.draining.wait()
+        while self._sessions:
+            self._idle = trio.Event()
+            await self._idle.wait()
+        self.send([Send(LAUNCHER, Drained())])
+
+    async def wind_down(self) -> None:
+        """End what is still open with a word to its client, then close the door."""
+        for session in list(self._sessions.values()):
+            del self._sessions[session.key]
+            session.end("error", SHUT_DOWN)
+            self._apply(self.core.cancel(session.key))
+        self._shut_door.set()
+        if self.world.serve_door is not None:
+            await self._door_closed.wait()
+
+    def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
+        self._apply(self.core.peers(up, down, now))
+
+    def handle(self, source: Incarnation, message: Message, now: float) -> None:
+        self._apply(self.core.handle(source, cast("ToGateway", message), now))
+
+    def check(self) -> None:
+        self.core.check()
+        assert self._sessions.keys() == {entry.key for entry in self.core.entries}, "a session leaked"
+
+    def statistics(self) -> Statistics:
+        return self.core.statistics()

@@ -1,0 +1,124 @@
+"""The launcher in its shell: `engine.supervision` over something that starts and ends actors.
+
+In a real launch the nest is `actors.processes.Processes`; in a test it is tasks in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol, assert_never, cast
+
+import structlog
+import trio
+
+from actors.boot import LAUNCHER
+from actors.post import PostOffice
+from engine.core import Send
+from engine.supervision import Announce, KillProcess, Over, Spawn, Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from engine.ids import Incarnation
+    from engine.layout import Vitals
+    from engine.messages import ToLauncher
+    from engine.supervision import Command
+    from engine.topology import Actor, Topology
+    from transport.link import LinkFactory
+
+log = structlog.get_logger()
+
+
+class Nest(Protocol):
+    """Where actors are born and die."""
+
+    def spawn(self, actor: Actor, incarnation: Incarnation) -> None:
+        """Start an incarnation; its end is reported to `Launcher.exited`."""
+        ...
+
+    def kill(self, incarnation: Incarnation) -> None:
+        """End an incarnation at once; a no-op when it has ended."""
+        ...
+
+
+class Launcher:
+    """Supervises the actors of one host until it is told to stop, or gives up."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        links: LinkFactory,
+        vitals: Vitals,
+        announce: Callable[[Announce], None] = lambda announcement: None,
+    ) -> None:
+        self.post = PostOffice(LAUNCHER, "launcher", links, introduces=self._expects)
+        self.core = Supervisor(topology.actors(), topology.launch, vitals.next_epoch, trio.current_time())
+        self._announce = announce
+        self._nest: Nest | None = None
+        self._over: Over | None = None
+        self._changed = trio.Event()
+
+    @property
+    def endpoint(self) -> str:
+        """Where actors say hello."""
+        return self.post.inbox.endpoint
+
+    def stop(self) -> None:
+        """Drain and stop; called again, stop at once."""
+        self._do(self.core.signalled(trio.current_time()))
+
+    def exited(self, incarnation: Incarnation, code: int, said: str) -> None:
+        """The nest reaped an incarnation."""
+        log.info("process_exited", process=str(incarnation), code=code, said=said)
+        self.post.disconnect(incarnation.name)
+        self._do(self.core.exited(incarnation, code, said, trio.current_time()))
+
+    async def run(self, nest: Nest) -> Over:
+        """Start everything and supervise it; returns when everything has ended."""
+        self._nest = nest
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.post.keep_promises)
+                nursery.start_soon(self._receive)
+                while self._over is None:
+                    self._do(self.core.tick(trio.current_time()))
+                    if self._over is None:
+                        due = self.core.deadline()
+                        self._changed = trio.Event()
+                        with trio.move_on_at(math.inf if due is None else due):
+                            await self._changed.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            self.post.close()
+        assert self._over is not None
+        return self._over
+
+    async def _receive(self) -> None:
+        while True:
+            source, message = await self.post.receive()
+            self._do(self.core.handle(source, cast("ToLauncher", message), trio.current_time()))
+
+    def _expects(self, incarnation: Incarnation) -> bool:
+        child = self.core.children.get(incarnation.name)
+        return child is not None and child.incarnation == incarnation and child.running
+
+    def _do(self, commands: Iterable[Command]) -> None:
+        assert self._nest is not None
+        for command in commands:
+            match command:
+                case Send():
+                    self.post.post([command])
+                case Spawn(actor=actor, incarnation=incarnation):
+                    log.info("process_spawned", process=str(incarnation))
+                    self._nest.spawn(actor, incarnation)
+                case KillProcess(incarnation=incarnation, reason=reason):
+                    log.warning("process_killed", process=str(incarnation), reason=reason)
+                    self._nest.kill(incarnation)
+                case Announce():
+                    log.info("launch_announced", what=command.what, text=command.message)
+                    self._announce(command)
+                case Over():
+                    self._over = command
+                case _:
+                    assert_never(command)
+        self._changed.set()

@@ -1,0 +1,167 @@
+"""The entry point of every actor process: `python -m actors.run`, started by the launcher only.
+
+What it is and whom it serves comes from an inherited memfd whose number is in ESTAFET_BOOT. The
+process dies with its launcher, whatever happens to either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import structlog
+import trio
+
+from actors.boot import Boot, World
+from actors.logs import open_log
+from engine.errors import EstafetError
+from transport.segments import map_segment
+from transport.zeromq import ZeroMQNetwork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from actors.sessions import Sessions
+    from actors.shell import Actor
+    from kernels.backend import Backend
+
+T = TypeVar("T")
+
+PR_SET_PDEATHSIG = 1
+HIGH_WATER_MARK = 10_000
+
+
+def die_with(launcher_pid: int) -> None:
+    """Have the kernel end this process when its launcher ends; end now if it has already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:
+        os._exit(70)
+
+
+def read_boot() -> Boot:
+    """The boot record that the launcher left in the inherited memfd."""
+    descriptor = int(os.environ["ESTAFET_BOOT"])
+    with os.fdopen(descriptor, "rb") as stream:
+        stream.seek(0)
+        return msgspec.json.decode(stream.read(), type=Boot)
+
+
+def make_actor(world: World) -> Actor:
+    """The actor of a kind; only a worker imports what makes numbers."""
+    match world.boot.kind:
+        case "gateway":
+            from actors.gateway import GatewayActor
+
+            return GatewayActor(world)
+        case "scheduler":
+            from actors.scheduler import SchedulerActor
+
+            return SchedulerActor(world)
+        case "allocator":
+            from actors.allocator import AllocatorActor
+
+            return AllocatorActor(world)
+        case "worker":
+            from actors.worker import WorkerActor
+
+            return WorkerActor(world)
+        case "replicator":
+            from actors.replicator import ReplicatorActor
+
+            return ReplicatorActor(world)
+        case "health":
+            from actors.health import HealthActor
+
+            return HealthActor(world)
+        case "launcher":
+            raise ValueError("the launcher is not an actor of a topology")
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run a blocking call in a thread; never abandoned, since it may be writing pages."""
+    return await trio.to_thread.run_sync(function)
+
+
+def open_backend(boot: Boot, pool: memoryview) -> Backend:
+    """The worker's backend over the shared pool."""
+    import numpy as np
+
+    from kernels import backends
+
+    table = boot.topology.worker[boot.name]
+    threads = table.threads or max(1, len(os.sched_getaffinity(0)) // len(boot.topology.worker))
+    return backends.open_backend(
+        table.backend, Path(boot.model_folder), np.frombuffer(pool, np.uint8), boot.page_shape, threads
+    )
+
+
+async def serve_door(boot: Boot, sessions: Sessions, shutdown: trio.Event) -> None:
+    """Serve HTTP on the socket that the launcher bound."""
+    from actors.http import serve_http
+    from actors.http_server import ServerLimits
+
+    assert boot.listener is not None
+    await serve_http(
+        sessions,
+        listener_fd=boot.listener,
+        shutdown=shutdown,
+        max_body_bytes=boot.topology.gateway[boot.name].max_body_bytes,
+        limits=ServerLimits(grace_s=0.8),
+    )
+
+
+async def live(boot: Boot) -> None:
+    """One incarnation from its first to its last breath."""
+    launch = boot.topology.launch
+    network = ZeroMQNetwork(Path(boot.run_dir), kind=launch.link, high_water_mark=HIGH_WATER_MARK)
+    segments = {name: map_segment(descriptor, None) for name, descriptor in boot.segments.items()}
+    try:
+        world = World(
+            boot=boot,
+            links=network,
+            segments={name: segment.view for name, segment in segments.items()},
+            compute=in_thread,
+            open_backend=open_backend,
+            serve_door=partial(serve_door, boot) if boot.listener is not None else None,
+        )
+        await make_actor(world).run()
+    finally:
+        network.close()
+
+
+def main() -> int:
+    """Run the actor; the exit code says how it ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    boot = read_boot()
+    die_with(boot.launcher_pid)
+    open_log(Path(boot.run_dir) / "logs" / f"{boot.name}.jsonl", boot.topology.launch.log_level)
+    log = structlog.get_logger().bind(actor=boot.name, epoch=boot.epoch)
+    try:
+        trio.run(live, boot)
+    except BaseException as raised:
+        error = first_cause(raised)
+        if not isinstance(error, EstafetError):
+            log.exception("actor_crashed")
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            return 70
+        log.error("actor_failed", error=str(error))
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What went wrong first, out of the exception groups that nurseries wrap it in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

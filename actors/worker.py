@@ -1,0 +1,123 @@
+"""The worker actor: plans a step, computes it in a thread, tells the results; prefill and decode alike."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import structlog
+import trio
+
+from actors.boot import POOL
+from actors.shell import Actor
+from engine.ids import request_name
+from engine.messages import HandOver, StartPrefill
+from engine.worker import Worker, WorkerLimits
+from kernels.backend import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from actors.boot import World
+    from engine.batching import Plan
+    from engine.core import Send, Statistics
+    from engine.ids import Incarnation
+    from engine.messages import Member, Message, ToWorker
+    from kernels.backend import Backend
+
+log = structlog.get_logger()
+
+
+class WorkerActor(Actor):
+    """Runs the batch."""
+
+    backend: Backend
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        table = self.boot.topology.worker[self.me.name]
+        limits = WorkerLimits(
+            prefill_slots=table.prefill_slots if table.role in ("prefill", "both") else 0,
+            decode_slots=table.decode_slots if table.role in ("decode", "both") else 0,
+            step_tokens=table.step_tokens,
+            page_tokens=self.boot.page_shape.tokens,
+            lease_ahead=table.lease_ahead,
+        )
+        self.core = Worker(self.me, self.boot.ordinal, self.page_table(), limits)
+        self._news = trio.Event()
+        self._busy_s = 0.0
+
+    async def prepare(self) -> None:
+        open_backend = partial(self.world.open_backend, self.boot, self.world.segments[POOL])
+        self.backend = await self.world.compute(open_backend)
+        log.info("backend_opened", numerics_id=self.backend.numerics_id)
+
+    async def serve(self) -> None:
+        while True:
+            plan, sends = self.core.plan()
+            self.send(sends)
+            if plan is None:
+                await self._news.wait()
+                self._news = trio.Event()
+                continue
+            began = trio.current_time()
+            result = await self.world.compute(partial(self.backend.step, rows_of(plan)))
+            now = trio.current_time()
+            self._busy_s += now - began
+            self.send(self.core.complete(plan, result.tokens.tolist(), now))
+
+    def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
+        self._act(self.core.peers(up, down, now))
+
+    def handle(self, source: Incarnation, message: Message, now: float) -> None:
+        match message:
+            case StartPrefill(term=term, spec=spec):
+                log.info(
+                    "prefill_started",
+                    request_id=request_name(spec.key.request),
+                    term=term,
+                    tokens=len(spec.log),
+                )
+            case HandOver(term=term, spec=spec, filled=filled):
+                log.info(
+                    "hand_over_received", request_id=request_name(spec.key.request), term=term, filled=filled
+                )
+        self._act(self.core.handle(source, cast("ToWorker", message), now))
+
+    def _act(self, sends: Iterable[Send]) -> None:
+        self.send(sends)
+        self._news.set()
+
+    def check(self) -> None:
+        self.core.check()
+
+    def statistics(self) -> Statistics:
+        return {**self.core.statistics(), "busy_s": round(self._busy_s, 3)}
+
+
+def rows_of(plan: Plan) -> Rows:
+    """The plan as arrays for the backend."""
+    sequence: list[int] = []
+    position: list[int] = []
+    token: list[int] = []
+    needs_logits: list[bool] = []
+    for index, piece in enumerate(plan.slices):
+        end = piece.start + piece.length
+        sequence += [index] * piece.length
+        position += range(piece.start, end)
+        token += piece.sequence.log[piece.start : end]
+        needs_logits += [False] * (piece.length - 1) + [piece.samples]
+    count = len(sequence)
+    return Rows(
+        sequence=np.array(sequence, np.int32),
+        position=np.array(position, np.int32),
+        token=np.array(token, np.int32),
+        is_draft=np.zeros(count, np.bool_),
+        needs_logits=np.array(needs_logits, np.bool_),
+        masks=(None,) * count,
+        block_tables=tuple(
+            np.array([page.index for page in piece.sequence.pages], np.int32) for piece in plan.slices
+        ),
+        sampling=tuple(piece.sequence.spec.sampling for piece in plan.slices),
+    )

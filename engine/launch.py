@@ -1,0 +1,355 @@
+"""Start a topology: `python -m engine.launch TOPOLOGY`.
+
+The launcher checks everything that can be wrong before it starts a process: the topology, the
+ports, the model. It makes the shared memory and keeps its descriptors, starts the actors, restarts
+those that die, and stops them all on SIGINT or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from actors.boot import PAGE_TABLE, POOL, STANDBY, TOKEN_LOG, VITALS, Boot
+from actors.launcher import Launcher
+from actors.logs import open_log
+from actors.processes import Processes
+from actors.run import HIGH_WATER_MARK, first_cause
+from actors.rundir import LOGS, READY, RunDir, default_base
+from engine import __version__
+from engine.errors import EstafetError, StartError, UsageError
+from engine.layout import PageTable, TokenLogArena, Vitals
+from engine.model import ModelConfig, read_config
+from engine.supervision import Announce, raise_if_failed
+from engine.topology import Topology, parse
+from transport.segments import create_segment, map_segment
+from transport.zeromq import ZeroMQNetwork
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from engine.ids import Incarnation
+    from engine.shapes import PageShape
+    from engine.topology import Actor
+
+TOPOLOGIES = Path(__file__).parent / "topologies"
+
+EXAMPLES = """\
+examples:
+  python -m engine.launch engine/topologies/local.toml
+      one of each actor, prefill and decode in separate processes
+  python -m engine.launch engine/topologies/unified.toml --set gateway.front.port=0
+      one worker for both, on a free port
+  python -m engine.launch my.toml --set model.path=/models/llama.gguf --check
+      say what would run, and stop
+
+exit codes: 0 clean, 2 bad usage or topology, 3 a component could not start, 70 internal
+"""
+
+
+@dataclass
+class Launch:
+    """Everything that was checked and made before the first actor starts."""
+
+    topology: Topology
+    config: ModelConfig
+    model_folder: Path
+    page_shape: PageShape
+    context_length: int
+    listeners: dict[str, socket.socket]
+    run_dir: Path
+    segments: dict[str, int] = field(default_factory=dict)
+
+    def boot(self, endpoint: str, actor: Actor, incarnation: Incarnation) -> Boot:
+        """What an incarnation is told."""
+        listener = self.listeners.get(actor.name)
+        needed = set(self.segments)
+        if actor.kind not in ("worker", "replicator"):
+            needed -= {POOL, STANDBY}
+        return Boot(
+            name=actor.name,
+            kind=actor.kind,
+            ordinal=actor.ordinal,
+            epoch=incarnation.epoch,
+            topology=self.topology,
+            run_dir=str(self.run_dir),
+            launcher_endpoint=endpoint,
+            launcher_pid=os.getpid(),
+            model_folder=str(self.model_folder),
+            page_shape=self.page_shape,
+            context_length=self.context_length,
+            segments={name: self.segments[name] for name in sorted(needed)},
+            listener=None if listener is None else listener.fileno(),
+        )
+
+    def url(self) -> str:
+        """Where the first gateway listens."""
+        host, port = next(iter(self.listeners.values())).getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def say(text: str) -> None:
+    """One line for the person at the terminal."""
+    print(f"estafet: {text}", file=sys.stderr, flush=True)
+
+
+# ── before the first process ──────────────────────────────────────────────────────────────────
+
+
+def read_topology(name: str, settings: Sequence[str]) -> Topology:
+    """Read and check a topology file; a bare name may be one of those that ship."""
+    path = Path(name)
+    if not path.exists() and (TOPOLOGIES / f"{path.name.removesuffix('.toml')}.toml").exists():
+        path = TOPOLOGIES / f"{path.name.removesuffix('.toml')}.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        shipped = ", ".join(sorted(file.stem for file in TOPOLOGIES.glob("*.toml")))
+        raise UsageError(f"{name}: no such topology file; those that ship are: {shipped}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name}: cannot be read: {error}") from None
+    return parse(text, str(path), settings)
+
+
+def bind_doors(topology: Topology, stack: ExitStack) -> dict[str, socket.socket]:
+    """Bind every gateway's port here, so that it survives a restart of the gateway."""
+    listeners = {}
+    for name, table in topology.gateway.items():
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                table.host, table.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            # From here on clients are queued, not refused, also while the gateway starts again.
+            listener.listen(512)
+        except OSError as error:
+            raise StartError(
+                f"gateway.{name}: cannot listen on {table.host}:{table.port}: {error.strerror}; "
+                f"stop what listens there or use --set gateway.{name}.port=0 for a free port"
+            ) from None
+        listeners[name] = listener
+    return listeners
+
+
+def find_model(topology: Topology, progress: bool) -> tuple[Path, ModelConfig]:
+    """The prepared folder of the topology's model, made now if need be."""
+    from kernels.prepare import cache_dir, prepare
+
+    path = topology.model.path
+    if path == "default":
+        from tools.fetch import default_model
+
+        source = default_model(cache_dir(), progress)
+    else:
+        source = Path(path).expanduser()
+    folder = prepare(source, cache_dir(), progress)
+    return folder, read_config(folder)
+
+
+def fit_context(topology: Topology, config: ModelConfig) -> int:
+    """Tokens that one request may have: what the model allows and the pool can hold of one alone."""
+    room = (topology.kv.pages - 1) * topology.kv.page_tokens
+    if room < config.context_length:
+        say(f"kv.pages = {topology.kv.pages} holds {room} tokens: that is the longest context here")
+    return min(room, config.context_length)
+
+
+def make_segments(launch: Launch, stack: ExitStack) -> None:
+    """The sealed memfds that outlive every actor and vanish with this process."""
+    topology = launch.topology
+    sizes = {
+        POOL: topology.kv.pages * launch.page_shape.page_bytes,
+        STANDBY: topology.replicator.standby_pages * launch.page_shape.page_bytes,
+        PAGE_TABLE: topology.kv.pages * PageTable.BYTES,
+        TOKEN_LOG: topology.log_slots * TokenLogArena.slot_bytes(launch.context_length),
+        VITALS: len(topology.actors()) * Vitals.BYTES,
+    }
+    for name, size in sizes.items():
+        if size:
+            launch.segments[name] = create_segment(name, size)
+            stack.callback(os.close, launch.segments[name])
+
+
+# ── while it runs ─────────────────────────────────────────────────────────────────────────────
+
+
+class Terminal:
+    """What the person sees: a bar while actors start, then one line an event."""
+
+    def __init__(self, launch: Launch, started: float, ready_fd: int | None) -> None:
+        self._launch = launch
+        self._started = started
+        self._ready_fd = ready_fd
+        self.ready = False
+
+    def announce(self, announcement: Announce) -> None:
+        """Show an announcement of the supervisor."""
+        if announcement.what != "ready":
+            say(announcement.message)
+            return
+        self.ready = True
+        facts = {"url": self._launch.url(), "run_dir": str(self._launch.run_dir), "pid": os.getpid()}
+        line = json.dumps(facts)
+        path = self._launch.run_dir / READY
+        path.write_text(line + "\n")
+        if self._ready_fd is not None:
+            os.write(self._ready_fd, line.encode() + b"\n")
+            os.close(self._ready_fd)
+            self._ready_fd = None
+        say(f"ready after {time.monotonic() - self._started:.1f} s at {facts['url']}/v1 (Ctrl-C to stop)")
+
+    async def show_progress(self, launcher: Launcher) -> None:
+        """A bar of the actors that are ready, until all are."""
+        from tqdm import tqdm
+
+        children = launcher.core.children
+        with tqdm(
+            total=len(children), desc="starting actors", unit="actor", disable=None, leave=False
+        ) as bar:
+            while not self.ready:
+                ready = int(launcher.core.statistics()["ready"])
+                bar.update(ready - bar.n)
+                await trio.sleep(0.1)
+
+
+async def supervise(launch: Launch, started: float, ready_fd: int | None) -> None:
+    """Run the actors until they have all ended; raises what made the launch fail."""
+    network = ZeroMQNetwork(launch.run_dir, kind=launch.topology.launch.link, high_water_mark=HIGH_WATER_MARK)
+    vitals = map_segment(launch.segments[VITALS], None)
+    terminal = Terminal(launch, started, ready_fd)
+    try:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            actors = len(launch.topology.actors())
+            launcher = Launcher(launch.topology, network, Vitals(vitals.view, actors), terminal.announce)
+            async with trio.open_nursery() as nursery:
+                make_boot = partial(launch.boot, launcher.endpoint)
+                nest = Processes(nursery, launch.run_dir, make_boot, launcher.exited)
+                try:
+                    nursery.start_soon(_stop_on_signal, signals, launcher)
+                    nursery.start_soon(terminal.show_progress, launcher)
+                    over = await launcher.run(nest)
+                finally:
+                    nest.kill_all()
+                nursery.cancel_scope.cancel()
+    finally:
+        network.close()
+    raise_if_failed(over)
+
+
+async def _stop_on_signal(signals: AsyncSignals, launcher: Launcher) -> None:
+    async for _ in signals:
+        launcher.stop()
+
+
+def launch(arguments: argparse.Namespace) -> None:
+    """Check, make, run, clean up."""
+    started = time.monotonic()
+    topology = read_topology(arguments.topology, arguments.settings)
+    if arguments.check:
+        print(describe(topology))
+        return
+    with ExitStack() as stack:
+        stack.enter_context(interruptible())
+        listeners = bind_doors(topology, stack)
+        folder, config = find_model(topology, progress=True)
+        shape = config.page_shape(topology.kv.page_tokens, topology.kv.dtype)
+        name = Path(arguments.topology).stem
+        run_dir = RunDir.create(arguments.run_dir or default_base(), name)
+        stack.callback(run_dir.close)
+        made = Launch(topology, config, folder, shape, fit_context(topology, config), listeners, run_dir.path)
+        make_segments(made, stack)
+        open_log(run_dir.path / LOGS / "launcher.jsonl", topology.launch.log_level)
+        say(f"{__version__}, {topology.model.name or config.name}, topology {name}")
+        say(f"run directory {run_dir.path}")
+        try:
+            trio.run(supervise, made, started, arguments.ready_fd)
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from None
+    say("stopped")
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM end the preparations as Ctrl-C does: with everything cleaned up."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def describe(topology: Topology) -> str:
+    """The resolved topology as TOML, every key shown, with the actors it makes."""
+    lines = ["# actors: " + ", ".join(f"{actor.name} ({actor.kind})" for actor in topology.actors())]
+    for key, table in msgspec.to_builtins(topology).items():
+        named = key in ("gateway", "worker")
+        for name, values in table.items() if named else [(None, table)]:
+            lines += ["", f"[{key}.{name}]" if named else f"[{key}]"]
+            lines += [f"{entry} = {json.dumps(value)}" for entry, value in values.items()]
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = argparse.ArgumentParser(
+        prog="python -m engine.launch",
+        description="Start the actors of a topology and keep them running until Ctrl-C.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("topology", help="a TOML file, or the name of one that ships (local, unified, …)")
+    command.add_argument(
+        "--set",
+        dest="settings",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="replace a key of the file, as in --set worker.decode.threads=2 (may be repeated)",
+    )
+    command.add_argument("--check", action="store_true", help="print the resolved topology and stop")
+    command.add_argument("--run-dir", type=Path, help="where run directories are made (default: %(default)s)")
+    command.add_argument(
+        "--ready-fd",
+        type=int,
+        metavar="N",
+        help="write one JSON line (url, run_dir, pid) to this inherited descriptor when ready",
+    )
+    command.add_argument("--version", action="version", version=f"estafet {__version__}")
+    return command
+
+
+def main() -> int:
+    """The command; returns the exit code."""
+    arguments = parser().parse_args()
+    try:
+        launch(arguments)
+    except EstafetError as error:
+        say(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        say("interrupted while starting; nothing is left running")
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The whole core under arbitrary delivery orders, cancels, kills and restarts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from world import World, expected
+
+ROLES = {
+    "local": {"prefill": "prefill", "decode": "decode"},
+    "unified": {"both": "both"},
+    "two-decode": {"prefill": "prefill", "decode-1": "decode", "decode-2": "decode"},
+}
+
+
+@pytest.mark.parametrize("topology", ROLES)
+def test_requests_end_with_the_expected_tokens(topology: str) -> None:
+    world = World(ROLES[topology], pages=40)
+    for length in (1, 2, 4, 5, 9, 17):
+        assert world.submit(tuple(range(100, 100 + length)), length + 12) is not None
+    world.settle()
+    assert not world.failures
+    assert len(world.logs) == 6
+
+
+@pytest.mark.parametrize("topology", ROLES)
+def test_a_pool_that_is_too_small_for_all_preempts_and_ends(topology: str) -> None:
+    world = World(ROLES[topology], pages=8)
+    for n in range(8):
+        assert world.submit((n, n + 1, n + 2), 26) is not None
+    world.settle()
+    assert not world.failures
+    scheduler = world.alive["scheduler"].core.statistics()
+    assert scheduler["preemptions"] > 0
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "allocator", "prefill", "decode"])
+@pytest.mark.parametrize("moment", range(0, 60, 3))
+def test_any_actor_may_die_at_any_moment(victim: str, moment: int) -> None:
+    """No request is lost and no token changes when an actor other than the gateway dies."""
+    world = World(ROLES["local"], pages=40)
+    keys = [world.submit((n, n + 1, n + 2, n + 3, n + 4), 20) for n in range(3)]
+    order = random.Random(moment)
+    for _ in range(moment * 4):
+        choices = world.deliverable()
+        if choices and order.random() < 0.7:
+            world.deliver(order.choice(choices))
+        else:
+            name = order.choice(["prefill", "decode"])
+            world.end_step(name) or world.begin_step(name)
+        world.check()
+    world.kill(victim)
+    world.check()
+    world.settle()
+    assert not world.failures
+    for n, key in enumerate(keys):
+        assert key is not None
+        assert world.logs[key] == expected((n, n + 1, n + 2, n + 3, n + 4), 20)
+
+
+class Chaos(RuleBasedStateMachine):
+    """Anything, in any order."""
+
+    @initialize(topology=st.sampled_from(sorted(ROLES)), pages=st.integers(8, 40))
+    def begin(self, topology: str, pages: int) -> None:
+        self.world = World(ROLES[topology], pages)
+
+    @rule(length=st.integers(1, 12), more=st.integers(1, 12), first=st.integers(0, 99))
+    def submit(self, length: int, more: int, first: int) -> None:
+        self.world.submit(tuple(range(first, first + length)), length + more)
+
+    @precondition(lambda self: self.world.open)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.world.cancel(data.draw(st.sampled_from(sorted(self.world.open))))
+
+    @precondition(lambda self: self.world.deliverable())
+    @rule(data=st.data(), count=st.integers(1, 20))
+    def deliver(self, data: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            choices = self.world.deliverable()
+            if not choices:
+                break
+            self.world.deliver(choices[data.draw(st.integers(0, len(choices) - 1))])
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.world.roles)))
+        self.world.end_step(name) or self.world.begin_step(name)
+
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject) -> None:
+        alive = sorted(self.world.alive)
+        if alive:
+            self.world.kill(data.draw(st.sampled_from(alive)))
+
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        dead = sorted(set(self.world.names) - set(self.world.alive))
+        if dead:
+            self.world.start(data.draw(st.sampled_from(dead)))
+
+    @invariant()
+    def every_core_is_sound(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.settle()
+
+
+TestChaos = Chaos.TestCase
+TestChaos.settings = settings(
+    max_examples=100,
+    stateful_step_count=60,
+    deadline=None,
+    # A failure prints its whole story anyway; shrinking one takes minutes.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
