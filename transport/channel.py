@@ -24,8 +24,9 @@ from itertools import islice
 
 import msgspec
 
+from engine.ids import Incarnation
 from transport.errors import ChannelFull, ProtocolError
-from transport.frames import NO_BODY, PROTOCOL_VERSION, Frame, Incarnation, decode_frame, encode_frame
+from transport.frames import NO_BODY, PROTOCOL_VERSION, Frame, decode_frame, encode_frame
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -109,10 +110,7 @@ class Channel:
         `window` messages are unacknowledged.
         """
         if len(self._unacknowledged) >= self.window:
-            raise ChannelFull(
-                f"{self.remote.name} (epoch {self.remote.epoch}) has not acknowledged "
-                f"{len(self._unacknowledged)} messages"
-            )
+            raise ChannelFull(f"{self.remote} has not acknowledged {len(self._unacknowledged)} messages")
         self._sent += 1
         frame = self._frame(self._sent, msgspec.Raw(body))
         self._unacknowledged.append((now, frame))
@@ -221,9 +219,7 @@ class Channel:
 
     def _take_acknowledgement(self, acknowledged: int, now: float) -> None:
         if acknowledged > self._sent:
-            raise ProtocolError(
-                f"{self.remote.name} acknowledges message {acknowledged}, {self._sent} were sent"
-            )
+            raise ProtocolError(f"{self.remote} acknowledges message {acknowledged}, {self._sent} were sent")
         progress = acknowledged - self._acknowledged
         if progress <= 0:
             # It talks to us, so it is not gone: no reason to wait for the whole back-off.

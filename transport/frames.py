@@ -16,13 +16,6 @@ NO_BODY = msgspec.Raw(b"\xc0")
 Counter = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Incarnation(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Who speaks: an actor's name and which of its lives this is."""
-
-    name: str
-    epoch: int
-
-
 class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One message of a channel, or a pure acknowledgement (sequence 0)."""
 

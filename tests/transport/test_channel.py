@@ -143,7 +143,7 @@ def test_only_what_has_waited_goes_again() -> None:
 def test_a_full_window_refuses() -> None:
     a, b = pair(window=3)
     frames = [a.send(body(number), 0.0) for number in range(3)]
-    with pytest.raises(ChannelFull, match=r"decode\.0 \(epoch 7\) has not acknowledged 3"):
+    with pytest.raises(ChannelFull, match=r"decode\.0@7 has not acknowledged 3"):
         a.send(body(3), 0.0)
     a.check()
     assert [value for frame in frames for value in take(b, frame, 0.0)] == [0, 1, 2]
