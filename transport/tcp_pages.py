@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PAGE_PROTOCOL_VERSION = 1
 HEADER_LIMIT = 1 << 20
 """Bytes of the longest header; a receipt has a byte or so a page, so a batch may have many."""
-RECEIVE_BYTES = 1 << 18
+RECEIVE_BYTES = 1 << 20
 
 _LENGTH = struct.Struct("!I")
 
@@ -68,24 +68,26 @@ _receipt_decoder = msgspec.msgpack.Decoder(Receipt)
 
 
 class _Reader:
-    """Reads exact numbers of bytes off a stream."""
+    """Reads exact numbers of bytes off a stream, and never further."""
 
     def __init__(self, stream: trio.abc.ReceiveStream) -> None:
         self._stream = stream
-        self._buffer = bytearray()
+        self._looked_at = b""
 
     async def exactly(self, size: int) -> bytearray:
         """The next `size` bytes; raises TransferCut when the stream ends before."""
-        while len(self._buffer) < size:
-            if not await self._more():
-                raise TransferCut(f"the stream ended with {size - len(self._buffer)} bytes to come")
-        data = self._buffer[:size]
-        del self._buffer[:size]
+        data, self._looked_at = bytearray(self._looked_at), b""
+        while len(data) < size:
+            more = await self._receive(size - len(data))
+            if not more:
+                raise TransferCut(f"the stream ended with {size - len(data)} bytes to come")
+            data += more
         return data
 
     async def ended(self) -> bool:
         """Whether the stream ends here."""
-        return not self._buffer and not await self._more()
+        self._looked_at = await self._receive(1)
+        return not self._looked_at
 
     async def header(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
         """The next length-prefixed header; raises ProtocolError when it is not one."""
@@ -97,13 +99,11 @@ class _Reader:
         except msgspec.DecodeError as error:
             raise ProtocolError(f"not a header of a page transfer: {error}") from None
 
-    async def _more(self) -> bool:
+    async def _receive(self, limit: int) -> bytes:
         try:
-            data = await self._stream.receive_some(RECEIVE_BYTES)
+            return bytes(await self._stream.receive_some(min(limit, RECEIVE_BYTES)))
         except trio.BrokenResourceError:
             raise TransferCut("the stream broke") from None
-        self._buffer += data
-        return bool(data)
 
 
 async def _send(stream: trio.abc.SendStream, header: msgspec.Struct, body: bytes = b"") -> None:
