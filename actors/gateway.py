@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -16,12 +15,12 @@ from actors.boot import LAUNCHER, TOKEN_LOG
 from actors.sessions import Delta, Draining, End, QueueFull
 from actors.shell import Actor
 from engine.core import Send
+from engine.detokenizer import StopFilter
 from engine.ids import request_name
 from engine.layout import TokenLogArena
 from engine.ledger import Closed, Committed, Ledger, LedgerFull
 from engine.messages import Drained
 from engine.model import ModelConfig, read_config
-from engine.detokenizer import StopFilter
 from engine.text import TextCodec
 
 if TYPE_CHECKING:
@@ -225,10 +224,10 @@ class GatewayActor(Actor):
 
     async def prepare(self) -> None:
         folder = Path(self.boot.model_folder)
-        self.model = read_config(folder)
-        name = self.boot.topology.model.name
-        if name:
-            self.model = msgspec.structs.replace(self.model, name=name)
+        config = read_config(folder)
+        name = self.boot.topology.model.name or config.name
+        # What fits the pool may be less than what the model allows.
+        self.model = msgspec.structs.replace(config, name=name, context_length=self.boot.context_length)
         self.text = await self.world.compute(partial(TextCodec.load, folder))
 
     async def serve(self) -> None:

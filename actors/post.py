@@ -63,7 +63,7 @@ class PostOffice:
         self._early: deque[Frame] = deque(maxlen=EARLY_FRAMES)
         self._ready: deque[tuple[Incarnation, Message]] = deque()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(RECEIVES[kind])  # type: ignore[call-overload]
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(RECEIVES[kind])
         self._due = math.inf
         self._earlier = trio.Event()
         self.stuck: list[Incarnation] = []

@@ -18,7 +18,6 @@ import trio
 from actors.boot import LAUNCHER, PAGE_TABLE, VITALS
 from actors.post import PostOffice
 from engine.core import Send
-from engine.ids import Incarnation
 from engine.layout import PageTable, Vitals
 from engine.messages import Drain, Hello, Ready, Roster, Stop, Suspicion
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from actors.boot import World
     from engine.core import Statistics
+    from engine.ids import Incarnation
     from engine.messages import Member, Message
 
 log = structlog.get_logger()

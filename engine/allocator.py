@@ -32,6 +32,7 @@ from engine.messages import (
     LeaseRecall,
     LeaseReturned,
     LeaseWanted,
+    PagesDoubted,
     PagesHeld,
     PagesReleased,
     PoolExhausted,
@@ -41,7 +42,7 @@ from engine.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from engine.messages import Member, ToAllocator
     from engine.shapes import PageRef
@@ -79,7 +80,8 @@ class Allocator:
         self._accounts: dict[Incarnation, LeaseAccount] = {}
         self._workers: set[Incarnation] = set()
         self._fences: dict[Incarnation, set[Incarnation]] = {}
-        self._found: dict[Owner, set[PageRef]] = {}
+        self._found: set[Owner] = set()
+        self._doubted: set[PageRef] = set()
         self._seen_roster = False
         self._told_free = -1
         self._exhausted_told = False
@@ -89,7 +91,7 @@ class Allocator:
             if table.state(page) is PageState.FREE:
                 self._free.append(page)
             else:
-                self._found.setdefault(table.owner(page), set()).add(table.ref(page))
+                self._found.add(table.owner(page))
 
     # ── events ────────────────────────────────────────────────────────────────────────────────
 
@@ -105,7 +107,7 @@ class Allocator:
             alive = {Owner(member.ordinal, member.epoch) for member in up}
             dead += [
                 Incarnation(self._names[owner.ordinal], owner.epoch)
-                for owner in self._found
+                for owner in sorted(self._found)
                 if owner not in alive
             ]
         for fence in list(self._fences):
@@ -129,10 +131,9 @@ class Allocator:
                 account.consumed = max(account.consumed, message.consumed)
                 account.ahead, account.need = message.ahead, message.need
             case PagesHeld():
-                self._reconcile(source, {*message.leased, *message.used})
-                self._accounts[source] = LeaseAccount(
-                    message.consumed + len(message.leased), message.consumed
-                )
+                granted = message.consumed + len(message.leased)
+                self._accounts[source] = LeaseAccount(granted, message.consumed)
+                return self._ask_for_rest(source, {*message.leased, *message.used})
             case LeaseReturned():
                 account = self._accounts.get(source)
                 if account is not None:
@@ -161,8 +162,9 @@ class Allocator:
         self._free.append(page)
         self._exhausted_told = False
 
-    def _release(self, source: Incarnation, pages: Iterable[PageRef]) -> None:
+    def _release(self, source: Incarnation, pages: tuple[PageRef, ...]) -> None:
         owner = self._owner(source)
+        self._doubted.difference_update(pages)
         for ref in pages:
             if (
                 self.table.is_current(ref)
@@ -185,17 +187,21 @@ class Allocator:
                 self._put_back(page)
                 self.reclaimed += 1
 
-    def _reconcile(self, source: Incarnation, held: set[PageRef]) -> None:
-        """Free what a worker owned when this allocator started and does not hold any more.
+    def _ask_for_rest(self, source: Incarnation, held: set[PageRef]) -> list[Send]:
+        """Ask for the pages that a worker owns by the table but did not name.
 
-        Its release, or the grant that would have told it, died with the last allocator. A page
-        that was handed on since then has another owner and is left alone.
+        Its release of them, or the grant that would have told it, died with the last allocator; or
+        it took them over after it spoke. Only the worker can tell, so it is asked once more.
         """
         owner = self._owner(source)
-        for ref in self._found.pop(owner, set()) - held:
-            if self.table.is_current(ref) and self.table.owner(ref.index) == owner:
-                self._put_back(ref.index)
-                self.reclaimed += 1
+        rest = tuple(
+            self.table.ref(page)
+            for page in range(self.table.pages)
+            if self.table.state(page) is not PageState.FREE and self.table.owner(page) == owner
+        )
+        rest = tuple(page for page in rest if page not in held)
+        self._doubted.update(rest)
+        return [Send(source, PagesDoubted(rest))] if rest else []
 
     def _grant(self) -> list[Send]:
         sends: list[Send] = []
@@ -243,7 +249,7 @@ class Allocator:
         for page in range(table.pages):
             state = table.state(page)
             assert (state is PageState.FREE) == (page in free), f"page {page} is {state.name}"
-            if state is PageState.LEASED:
+            if state is PageState.LEASED and table.ref(page) not in self._doubted:
                 leased[table.owner(page)] += 1
         for worker, account in self._accounts.items():
             assert account.outstanding >= 0, f"{worker} consumed more than it was granted"

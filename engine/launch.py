@@ -39,7 +39,7 @@ from transport.segments import create_segment, map_segment
 from transport.zeromq import ZeroMQNetwork
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from engine.ids import Incarnation
     from engine.shapes import PageShape
@@ -251,7 +251,7 @@ async def supervise(launch: Launch, started: float, ready_fd: int | None) -> Non
     raise_if_failed(over)
 
 
-async def _stop_on_signal(signals: AsyncSignals, launcher: Launcher) -> None:
+async def _stop_on_signal(signals: AsyncIterator[int], launcher: Launcher) -> None:
     async for _ in signals:
         launcher.stop()
 

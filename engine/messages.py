@@ -305,6 +305,12 @@ class PagesHeld(Message, frozen=True):
     consumed: int
 
 
+class PagesDoubted(Message, frozen=True):
+    """allocator → worker: the table says that these are yours; release those that you do not hold."""
+
+    pages: tuple[PageRef, ...]
+
+
 class FenceWanted(Message, frozen=True):
     """allocator → worker: from now on adopt nothing from this dead incarnation."""
 
@@ -353,6 +359,7 @@ ToWorker: TypeAlias = (
     | HandOverRefused
     | LeaseGranted
     | LeaseRecall
+    | PagesDoubted
     | FenceWanted
 )
 ToAllocator: TypeAlias = Control | LeaseWanted | LeaseReturned | PagesReleased | PagesHeld | FencePassed

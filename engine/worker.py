@@ -44,6 +44,7 @@ from engine.messages import (
     LeaseRecall,
     LeaseReturned,
     LeaseWanted,
+    PagesDoubted,
     PagesHeld,
     PagesReleased,
     PagesSealed,
@@ -132,6 +133,9 @@ class Worker:
             case LeaseRecall():
                 self._lease_said = None
                 return [self._return_leases(source, self.limits.lease_ahead)]
+            case PagesDoubted():
+                held = {*self.lease.held(), *self._used()}
+                return self._released([page for page in message.pages if page not in held])
             case FenceWanted():
                 if message.dead in self._alive:
                     self._fenced.add(message.dead)
@@ -231,7 +235,10 @@ class Worker:
             self._sequences[sequence.key, sequence.term] = sequence
             return [Send(sequence.spec.gateway, TermAccepted(sequence.key, sequence.term))]
         if sequence.decode not in self._alive or sequence.decode in self._fenced:
-            return self._give_up(sequence)
+            # Dead, or too new for this worker's roster: only the gateway can tell.
+            detail = f"{sequence.decode} is not known here"
+            lost = SequenceLost(sequence.key, sequence.term, "refused", detail)
+            return [*self._give_up(sequence), Send(sequence.spec.gateway, lost)]
         sequence.move(SequenceEvent.OFFER)
         message = HandOver(sequence.term + 1, sequence.spec, sequence.computed, tuple(sequence.pages))
         return [Send(sequence.decode, message)]
@@ -335,14 +342,16 @@ class Worker:
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────
 
+    def _used(self) -> tuple[PageRef, ...]:
+        return tuple(page for sequence in self._sequences.values() for page in sequence.pages)
+
     def _released(self, pages: list[PageRef]) -> list[Send]:
         return [Send("allocator", PagesReleased(tuple(pages)))] if pages else []
 
     def _introduce(self, allocator: Incarnation) -> list[Send]:
-        used = tuple(page for sequence in self._sequences.values() for page in sequence.pages)
         self._lease_said = None
         return [
-            Send(allocator, PagesHeld(self.lease.held(), used, self.lease.consumed)),
+            Send(allocator, PagesHeld(self.lease.held(), self._used(), self.lease.consumed)),
             *(self._want_leases(0) if self._sequences else ()),
         ]
 
