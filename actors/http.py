@@ -4,8 +4,9 @@
     GET  /v1/models[/ID]         the served model
     GET  /health/live            the process answers
     GET  /health/ready           a token could be produced now
+    GET  /statistics             what every actor last published of itself
 
-Plain ASGI: there are five routes, and a framework between a token and its socket costs more than
+Plain ASGI: there are six routes, and a framework between a token and its socket costs more than
 it gives. A client that goes away, or shuts its sending side down, cancels its session at once.
 """
 
@@ -114,6 +115,9 @@ class HttpDoor:
                 await client.send_json(200, {"status": "ready"})
             else:
                 await client.send_json(503, {"status": "not ready", "reason": reason})
+        elif path == "/statistics":
+            _allow(method, "GET", "HEAD")
+            await client.send_json(200, self._sessions.system_statistics())
         else:
             raise ApiError(404, f"There is nothing at {method} {path[:200]}.", code="unknown_url")
 

@@ -99,3 +99,7 @@ class Sessions(Protocol):
     def not_ready(self) -> str | None:
         """Why no token could be produced now, or None when it could."""
         ...
+
+    def system_statistics(self) -> dict[str, dict[str, int | float]]:
+        """What every actor of the system last published, by its name."""
+        ...

@@ -136,7 +136,8 @@ class TextCodec:
         return "".join([*map(fold.push, tokens), fold.finish()])
 
     def _plain(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+        # The batch call releases the GIL; the single one holds it for 1.3 s on 2 MB of text.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
 
     def _with_controls(self, text: str, guard: str) -> list[int]:
         """Tokens of a text whose control tokens count, except where a guard divides them."""

@@ -120,6 +120,9 @@ class ScriptedSessions:
             session.end()
         return session
 
+    def system_statistics(self) -> dict[str, dict[str, int | float]]:
+        return {"scheduler": {"requests": 0}}
+
     def not_ready(self) -> str | None:
         return self.reason
 
