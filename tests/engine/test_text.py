@@ -185,7 +185,7 @@ def _bytes_by_character() -> dict[int, str]:
     """The byte-level alphabet as `tokenizers` itself maps it: one-byte texts, then two-byte characters."""
     cutter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     table: dict[int, str] = {}
-    for character in map(chr, [*range(128), *range(0x80, 0x800, 61), *range(0x800, 0xD800, 997), 0x10FFFF]):
+    for character in map(chr, [*range(0xC0), *range(0xC0, 0x800, 61), *range(0x800, 0xD800, 997), 0x10FFFF]):
         table.update(zip(character.encode(), cutter.pre_tokenize_str(character)[0][0], strict=True))
     for lead in range(0xC2, 0xF5):
         low = (
