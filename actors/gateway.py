@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 import structlog
@@ -56,6 +56,7 @@ class GatewaySession:
         self._stops = StopFilter(generation.stop)
         self._text = ""
         self._end: End | None = None
+        self._end_shown = False
         self._news = trio.Event()
         self._tokens = 0
         self._opened = now
@@ -65,18 +66,24 @@ class GatewaySession:
         """How logs and clients name the request."""
         return request_name(self.key.request)
 
-    async def events(self) -> AsyncIterator[Delta | End]:
-        """Deltas as they are committed, then exactly one End."""
-        while True:
-            text, self._text = self._text, ""
-            if text:
-                yield Delta(text)
-            elif self._end is not None:
-                yield self._end
-                return
-            else:
-                self._news = trio.Event()
-                await self._news.wait()
+    def events(self) -> AsyncIterator[Delta | End]:
+        """Deltas as they are committed, then exactly one End. May be left at any point."""
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta | End:
+        while not self._text:
+            if self._end_shown:
+                raise StopAsyncIteration
+            if self._end is not None:
+                self._end_shown = True
+                return self._end
+            self._news = trio.Event()
+            await self._news.wait()
+        text, self._text = self._text, ""
+        return Delta(text)
 
     def cancel(self, by: str) -> None:
         """Give the request up everywhere at once."""

@@ -50,7 +50,7 @@ class Actor(ABC):
         self.draining = trio.Event()
         self.stopping = trio.Event()
         self._roster: Roster | None = None
-        self._serving = False
+        self.serving = False
 
     def page_table(self) -> PageTable:
         """The shared page metadata."""
@@ -102,7 +102,7 @@ class Actor(ABC):
                 nursery.start_soon(self._receive)
                 nursery.start_soon(self._live)
                 await self.stopping.wait()
-                if self._serving:
+                if self.serving:
                     with trio.move_on_after(WIND_DOWN_S):
                         await self.wind_down()
                 nursery.cancel_scope.cancel()
@@ -112,7 +112,7 @@ class Actor(ABC):
 
     async def _live(self) -> None:
         await self.prepare()
-        self._serving = True
+        self.serving = True
         log.info("actor_ready")
         self.post.post([Send(LAUNCHER, Ready())])
         self._meet_members()
@@ -139,7 +139,7 @@ class Actor(ABC):
         while True:
             self.vitals.beat(self.boot.ordinal)
             beats += 1
-            if beats % BEATS_A_LOOK == 0 and self._serving:
+            if beats % BEATS_A_LOOK == 0 and self.serving:
                 statistics = self.statistics()
                 if statistics != shown:
                     self.vitals.publish(self.boot.ordinal, {"epoch": self.me.epoch, **statistics})
@@ -159,7 +159,7 @@ class Actor(ABC):
         if self._roster is not None and roster.version <= self._roster.version:
             return
         self._roster = roster
-        if self._serving:
+        if self.serving:
             self._meet_members()
 
     def _meet_members(self) -> None:

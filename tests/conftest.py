@@ -10,6 +10,8 @@ import pytest
 from kernels.prepare import cache_dir, prepare
 from tools.fetch import default_model
 
+pytest_plugins = ["engine.testing.fixtures"]
+
 # So that tests elsewhere can write GGUF files too: `from gguf_files import write_tiny_gguf`.
 sys.path.append(str(Path(__file__).parent / "kernels"))
 

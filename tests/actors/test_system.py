@@ -1,0 +1,178 @@
+"""The whole system in memory, in virtual time: topologies, faulty links, kills at every message."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from actors.sessions import Generation
+from engine.sampling import GREEDY, SamplingParams
+from transport.faulty import EdgePlan
+
+if TYPE_CHECKING:
+    from trio.testing import MockClock
+
+    from engine.testing import System
+    from engine.testing.fixtures import StartSystem
+
+PROMPT = "the relay runs from prefill to decode"
+TOPOLOGIES = ["local", "unified", "two-decode"]
+
+
+@pytest.fixture(autouse=True)
+def _virtual_time(autojump_clock: MockClock) -> None:
+    """All of these run in virtual time."""
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+async def test_answers_equal_the_model_alone(topology: str, start_system: StartSystem) -> None:
+    system = await start_system(topology)
+    sampling = SamplingParams(temperature=0.9, seed=7)
+    with trio.fail_after(60):
+        for prompt in ("x", PROMPT):
+            text, end = await system.complete(prompt, max_tokens=20)
+            assert text == system.expected(prompt, max_tokens=20)
+            assert (end.reason, end.prompt_tokens) == ("length", len(prompt))
+            text, _ = await system.complete(prompt, max_tokens=20, sampling=sampling)
+            assert text == system.expected(prompt, max_tokens=20, sampling=sampling)
+        await system.settle()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+async def test_many_requests_share_the_batch(topology: str, start_system: StartSystem) -> None:
+    system = await start_system(topology)
+    answers: dict[int, str] = {}
+
+    async def ask(n: int) -> None:
+        text, _ = await system.complete(PROMPT[: n + 1], max_tokens=5 + n)
+        answers[n] = text
+
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            for n in range(20):
+                nursery.start_soon(ask, n)
+        assert answers == {n: system.expected(PROMPT[: n + 1], max_tokens=5 + n) for n in range(20)}
+        await system.settle()
+    steps = [actor.statistics().get("steps", 0) for actor in map(system.actor, system.topology.worker)]
+    assert sum(steps) < 20 * 10, "requests were not batched"
+
+
+async def test_a_small_pool_preempts_and_every_answer_is_right(start_system: StartSystem) -> None:
+    system = await start_system("local", settings=["kv.pages=12", "kv.page_tokens=8"])
+    answers: dict[int, str] = {}
+
+    async def ask(n: int) -> None:
+        text, _ = await system.complete(PROMPT[n:], max_tokens=40)
+        answers[n] = text
+
+    with trio.fail_after(300):
+        async with trio.open_nursery() as nursery:
+            for n in range(6):
+                nursery.start_soon(ask, n)
+        assert answers == {n: system.expected(PROMPT[n:], max_tokens=40) for n in range(6)}
+        await system.settle()
+    assert system.actor("scheduler").statistics()["preemptions"] > 0
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("seed", range(2))
+async def test_faulty_links_change_nothing(topology: str, seed: int, start_system: StartSystem) -> None:
+    plan = EdgePlan(drop=0.1, delay=0.1, duplicate=0.1, reorder=0.1, cut=0.002)
+    system = await start_system(topology, plan=plan, seed=seed)
+    with trio.fail_after(300):
+        async with trio.open_nursery() as nursery:
+            for n in range(5):
+                nursery.start_soon(_ask_and_compare, system, PROMPT[n:], 10)
+        await system.settle()
+
+
+async def _ask_and_compare(system: System, prompt: str, max_tokens: int) -> None:
+    text, end = await system.complete(prompt, max_tokens=max_tokens)
+    assert end.reason in ("length", "stop"), end
+    assert text == system.expected(prompt, max_tokens=max_tokens)
+
+
+async def test_cancelled_requests_leave_nothing(start_system: StartSystem) -> None:
+    system = await start_system("local")
+    gateway = system.gateways()[0]
+    with trio.fail_after(120):
+        for n in range(25):
+            session = gateway.open(Generation(system.encode(PROMPT), 30, GREEDY))
+            await trio.sleep(n * 0.01)
+            session.cancel("test")
+            session.cancel("test")
+            assert [event async for event in session.events()][-1].reason == "cancelled"
+        await system.settle()
+
+
+async def test_a_stop_string_ends_the_request_everywhere(start_system: StartSystem) -> None:
+    system = await start_system("two-decode")
+    with trio.fail_after(60):
+        whole = system.expected(PROMPT, max_tokens=30)
+        stop = whole[12:14]
+        text, end = await system.complete(PROMPT, max_tokens=30, stop=(stop,))
+        assert text == whole[: whole.index(stop)]
+        assert end.reason == "stop"
+        await system.settle()
+
+
+class KillAt:
+    """Kills an actor when the k-th message after `arm` is sent."""
+
+    def __init__(self, victim: str, k: int) -> None:
+        self.victim = victim
+        self.k = k
+        self.seen: int | None = None
+        self.system: System | None = None
+        self.killed = False
+
+    def arm(self, system: System) -> None:
+        self.system, self.seen = system, 0
+
+    def __call__(self, number: int, source: str, destination: str) -> None:
+        if self.seen is None or self.system is None:
+            return
+        if self.seen == self.k and not self.killed:
+            self.killed = True
+            self.system.kill_actor(self.victim)
+        self.seen += 1
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "allocator", "replicator", "health", "prefill", "decode"])
+async def test_killed_at_any_message_no_token_changes(victim: str, start_system: StartSystem) -> None:
+    """For every message of a short request: SIGKILL of an actor there costs the client nothing."""
+    k = 0
+    while True:
+        kill = KillAt(victim, k)
+        system = await start_system("local", on_message=kill)
+        with trio.fail_after(120):
+            kill.arm(system)
+            text, end = await system.complete("relay", max_tokens=4)
+            finished_before_the_kill = not kill.killed
+            assert (text, end.reason) == (system.expected("relay", max_tokens=4), "length"), f"message {k}"
+            kill.killed = True
+            await system.settle()
+            assert (await system.complete("x", max_tokens=2))[0] == system.expected("x", max_tokens=2)
+            await system.stop()
+        if finished_before_the_kill:
+            break
+        k += 1
+    assert k > 10, "a request takes more messages than that"
+
+
+async def test_gateway_killed_at_any_message_leaves_nothing(start_system: StartSystem) -> None:
+    """Its clients lose their connections; nobody keeps anything of their requests."""
+    for k in range(0, 40):
+        kill = KillAt("front", k)
+        system = await start_system("local", on_message=kill)
+        with trio.fail_after(120):
+            kill.arm(system)
+            gateway = system.gateways()[0]
+            gateway.open(Generation(system.encode("relay"), 4, GREEDY))
+            while not kill.killed:
+                await trio.sleep(0.05)
+            await system.settle()
+            assert (await system.complete("x", max_tokens=2))[0] == system.expected("x", max_tokens=2)
+            await system.stop()
