@@ -1,0 +1,52 @@
+"""Every topology that ships answers, and answers the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from launches import CAPITAL, STORY, Launch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.system, pytest.mark.model]
+
+SETUPS = {
+    "local": ("local",),
+    "unified": ("unified",),
+    "two-decode": ("two-decode",),
+    "local-tcp": ("local", 'launch.link="tcp"'),
+}
+
+
+@pytest.fixture(scope="module")
+def dreams() -> dict[str, str]:
+    """What each setup sampled, for comparison with the others."""
+    return {}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_every_topology_gives_the_same_answers(
+    setup: str, tmp_path: Path, model_folder: Path, dreams: dict[str, str]
+) -> None:
+    with Launch(tmp_path, *SETUPS[setup]) as launch:
+        launch.wait_ready()
+        whole = launch.ask(CAPITAL)
+        assert "Paris" in whole
+        with launch.stream(CAPITAL) as stream:
+            assert stream.read() == whole
+        assert (stream.done, stream.finish_reason) == (True, "stop")
+
+        sampled = {"temperature": 1, "seed": 7, "max_tokens": 8}
+        dream = launch.ask(STORY, **sampled)
+        with launch.stream(STORY, **sampled) as stream:
+            assert stream.read() == dream
+        assert stream.finish_reason == "length"
+        assert launch.ask(STORY, **{**sampled, "seed": 8}) != dream
+        dreams[setup] = dream
+        assert set(dreams.values()) == {dream}, "the topology shows in what is sampled"
+
+        if setup == "local-tcp":
+            assert not [path for path in launch.base.rglob("*") if path.is_socket()]
+        launch.wait_quiet()
