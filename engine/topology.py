@@ -62,7 +62,7 @@ class GatewayTable(_Table, frozen=True):
     """0 takes a free one; the launcher prints it."""
     max_open: Count = 256
     """Requests that may be open at once; one more is answered 429."""
-    max_body_bytes: Count = 1 << 20
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 1 << 20
 
 
 class WorkerTable(_Table, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "llama"
 MAX_LAYERS = 1 << 12
+_FORMAT_SUFFIX = re.compile(r"[.-](F32|F16|BF16|I?Q[0-9]\w*)$", re.IGNORECASE)
 UNSERVED_TENSORS = {
     "rope_freqs.weight": "scaled RoPE",
     "blk.0.ffn_gate_inp.weight": "a mixture of experts",
@@ -56,7 +58,8 @@ def read_llama_config(header: GGUFHeader, weights_id: str) -> ModelConfig:
         raise facts.wrong(f"{layers} layers")
     vocab_size = facts.shape("token_embd.weight")[0]
     return ModelConfig(
-        name=facts.text("general.name", header.path.stem),
+        # What people call it; `general.name` is free text, often of a training run.
+        name=_FORMAT_SUFFIX.sub("", header.path.stem),
         architecture=ARCHITECTURE,
         vocab_size=vocab_size,
         hidden_size=hidden,

@@ -28,7 +28,7 @@ from engine.model import CONFIG, TEMPLATE, TOKENIZER, WEIGHTS, read_config
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORMAT = 1
+FORMAT = 2
 """To be raised whenever the same source would make another folder: it is part of the folder's name."""
 PARTIAL = ".partial-"
 SPARE_BYTES = 64 << 20

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 
 from engine.testing.models import write_byte_model
 from engine.testing.system import System
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 StartSystem = Callable[..., Awaitable[System]]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import trio
@@ -26,6 +25,7 @@ from transport.memory import MemoryNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from actors.shell import Actor as ActorShell
     from engine.sampling import SamplingParams
@@ -115,7 +115,11 @@ class System:
 
     async def wait_ready(self) -> None:
         """Wait until a gateway is there and says that it is ready."""
-        while not any(gateway.not_ready() is None for gateway in self.gateways()):
+        await self.until(lambda: any(gateway.not_ready() is None for gateway in self.gateways()))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait, in virtual time, until a condition holds."""
+        while not condition():  # noqa: ASYNC110 - it watches state of others, in time that costs nothing
             await trio.sleep(0.05)
 
     async def stop(self) -> Over:
@@ -251,8 +255,7 @@ class System:
         """
         await self.wait_ready()
         names = {actor.name for actor in self.topology.actors()}
-        while not (names == {life.me.name for life in self._living()} and self._quiet()):
-            await trio.sleep(0.05)
+        await self.until(lambda: names == {actor.me.name for actor in self._living()} and self._quiet())
         for actor in self._living():
             actor.check()
 

@@ -164,15 +164,14 @@ async def test_killed_at_any_message_no_token_changes(victim: str, start_system:
 
 async def test_gateway_killed_at_any_message_leaves_nothing(start_system: StartSystem) -> None:
     """Its clients lose their connections; nobody keeps anything of their requests."""
-    for k in range(0, 40):
+    for k in range(40):
         kill = KillAt("front", k)
         system = await start_system("local", on_message=kill)
         with trio.fail_after(120):
             kill.arm(system)
             gateway = system.gateways()[0]
             gateway.open(Generation(system.encode("relay"), 4, GREEDY))
-            while not kill.killed:
-                await trio.sleep(0.05)
+            await system.until(lambda kill=kill: kill.killed)
             await system.settle()
             assert (await system.complete("x", max_tokens=2))[0] == system.expected("x", max_tokens=2)
             await system.stop()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.allocator import Allocator
-from engine.batching import Plan
 from engine.core import Send
 from engine.ids import Incarnation, SequenceKey
 from engine.layout import PageTable, TokenLogArena
@@ -21,6 +21,9 @@ from engine.messages import Member, Roster
 from engine.sampling import GREEDY
 from engine.scheduler import Scheduler
 from engine.worker import Worker, WorkerLimits
+
+if TYPE_CHECKING:
+    from engine.batching import Plan
 
 PAGE_TOKENS = 4
 SLOTS = 8
