@@ -179,10 +179,28 @@ def make_segments(launch: Launch, stack: ExitStack) -> None:
         TOKEN_LOG: topology.log_slots * TokenLogArena.slot_bytes(launch.context_length),
         VITALS: len(topology.actors()) * Vitals.BYTES,
     }
+    check_memory(topology, sizes[POOL] + sizes[STANDBY])
     for name, size in sizes.items():
         if size:
             launch.segments[name] = create_segment(name, size)
             stack.callback(os.close, launch.segments[name])
+
+
+def check_memory(topology: Topology, needed: int) -> None:
+    """Refuse pools that the machine could not fill: touching a page that is not there is SIGBUS."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == "MemAvailable":
+            available = int(value.split()[0]) * 1024
+            break
+    else:
+        return
+    if needed > available:
+        raise StartError(
+            f"kv.pages = {topology.kv.pages} and replicator.standby_pages = "
+            f"{topology.replicator.standby_pages} need {needed / 2**30:.1f} GiB, "
+            f"{available / 2**30:.1f} GiB are available; lower kv.pages"
+        )
 
 
 # ── while it runs ─────────────────────────────────────────────────────────────────────────────

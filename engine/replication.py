@@ -37,6 +37,7 @@ class ReplicationPlan:
         self._capacity = standby_pages
         self._waiting: deque[tuple[SequenceKey, PageRef]] = deque()
         self._safe: OrderedDict[PageRef, int] = OrderedDict()
+        self._swept_at = -standby_pages
         self.copied = 0
         self.outdated = 0
         self.dropped = 0
@@ -67,7 +68,7 @@ class ReplicationPlan:
             if not self.table.is_current(page):
                 self.outdated += 1
                 continue
-            if not self._free:
+            if not self._free and self.copied - self._swept_at > self._capacity // 8:
                 self._forget_outdated()
             if not self._free:
                 _, slot = self._safe.popitem(last=False)
@@ -88,6 +89,8 @@ class ReplicationPlan:
         self._safe[copy.page] = copy.slot
 
     def _forget_outdated(self) -> None:
+        # Looks at every copy, so not at each one that is made.
+        self._swept_at = self.copied
         for page in [page for page in self._safe if not self.table.is_current(page)]:
             self._free.append(self._safe.pop(page))
 
