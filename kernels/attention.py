@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.tiles import fold, padded
+from kernels.tiles import fold, fold_blocks, padded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -36,104 +36,101 @@ GROUP_BLOCKS = 512
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+HIDE = 1e30
+"""Taken off the score of a position that a query must not see."""
+
+LEAST_EXPONENT = -80.0
+"""Scores this far below the greatest count as this far: exp(-80) is 1e-35, no fp32 sum beside 1 can tell,
+and exp of what underflows takes a path that is a hundred times slower."""
+
+
 @dataclass(frozen=True, slots=True)
 class QueryTile:
     """Rows [B, n] of B sequences that attend to the first `blocks` blocks of what was gathered."""
 
     rows: Tensor
     blocks: int
-    hidden: Tensor
-    """[B, 1, blocks, 64, columns] bool: the position is after the column's query."""
+    visible: Tensor
+    """[B, 1, blocks, 64, columns] fp32: 1 where the position is not after the column's query, else 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Sequences whose keys and values are gathered together, padded to the longest."""
 
-    lines: Tensor
-    """[B, kv_heads, pages] line of layer 0's keys in `PagePool.lines`."""
-    ends: Tensor
-    """[B] the position after the last filled one."""
-    least_end: int
+    slots: Tensor
+    """[B, kv_heads, blocks * 64] slot of layer 0's key of each position; see PagePool. Positions that are
+    not filled stand for position 0: their weight is exactly 0, but 0 times a NaN found there is not."""
     blocks: int
     tiles: tuple[QueryTile, ...]
 
 
 class PagePool:
-    """The pool of KV pages as tensors: scatter of new rows, gather of whole sequences."""
+    """The pool of KV pages as tensors: scatter of new rows, gather of whole sequences.
+
+    A *slot* is the number of a head_dim-long line of the pool, lines in the order
+    [pages][layers][2][kv_heads][tokens].
+    """
 
     def __init__(self, pool: NDArray[np.uint8], shape: PageShape) -> None:
         self.shape = shape
-        numbers = torch.from_numpy(pool).view(TORCH_DTYPES[shape.dtype])
-        self.lines = numbers.view(-1, shape.tokens * shape.head_dim)
-        """[(page, layer, key or value, kv_head), tokens * head_dim]"""
-        self._slots = numbers.view(-1, shape.head_dim)
-        self._heads = torch.arange(shape.kv_heads)
+        self._lines = torch.from_numpy(pool).view(TORCH_DTYPES[shape.dtype]).view(-1, shape.head_dim)
+        self._heads = torch.arange(shape.kv_heads)[:, None] * shape.tokens
+        self._stride = shape.kv_heads * shape.tokens
 
-    def first_line(self, pages: Tensor) -> Tensor:
-        """[..., pages] page numbers -> [..., kv_heads, pages] lines of the keys of layer 0."""
-        page_lines = pages * (self.shape.layers * 2 * self.shape.kv_heads)
-        return page_lines.unsqueeze(-2) + self._heads.unsqueeze(-1)
+    def slots(self, table: NDArray[np.int32], positions: Tensor) -> Tensor:
+        """[kv_heads, n] slots of layer 0's keys of n positions int64 by a block table."""
+        pages = torch.from_numpy(table)[positions // self.shape.tokens].long()
+        return pages * (self.shape.layers * 2 * self._stride) + positions % self.shape.tokens + self._heads
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store rows of a layer: keys and values [R, kv_heads, head_dim] at `slots` [R, kv_heads].
-
-        A slot is line of layer 0's key * tokens + place in the page.
-        """
+        """Store rows of a layer: keys and values [R, kv_heads, head_dim] at `slots` [R, kv_heads]."""
         for which, numbers in ((0, keys), (1, values)):
-            places = slots + self._offset(layer, which) * self.shape.tokens
-            self._slots[places] = numbers.to(self._slots.dtype)
+            self._lines[slots + (layer * 2 + which) * self._stride] = numbers.to(self._lines.dtype)
 
     def gather(self, layer: int, group: Group) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, kv_heads, blocks, 64, head_dim] fp32; values at unfilled positions are 0."""
-        keys, values = (self._gather(group, self._offset(layer, which)) for which in (0, 1))
-        tail = torch.arange(group.least_end, group.blocks * BLOCK)
-        unfilled = tail >= group.ends[:, None]
-        # a weight of 0 would not silence the NaN that an unfilled slot may hold
-        flat = values.flatten(2, 3)
-        flat[:, :, group.least_end :].masked_fill_(unfilled[:, None, :, None], 0.0)
+        """Keys and values [B, kv_heads, blocks, 64, head_dim] fp32 of a layer."""
+        count, heads, _ = group.slots.shape
+        slots, size = group.slots.flatten(), self.shape.head_dim
+        keys, values = (
+            self._lines.index_select(0, slots + (layer * 2 + which) * self._stride)
+            .float()
+            .view(count, heads, group.blocks, BLOCK, size)
+            for which in (0, 1)
+        )
         return keys, values
 
-    def _gather(self, group: Group, offset: int) -> Tensor:
-        count, heads, pages = group.lines.shape
-        lines = self.lines.index_select(0, (group.lines + offset).flatten()).float()
-        positions = lines.view(count, heads, pages * self.shape.tokens, self.shape.head_dim)
-        positions = positions[:, :, : group.blocks * BLOCK].contiguous()
-        return positions.view(count, heads, group.blocks, BLOCK, self.shape.head_dim)
 
-    def _offset(self, layer: int, which: int) -> int:
-        return (layer * 2 + which) * self.shape.kv_heads
-
-
-def attend(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     """Attention of queries [B, n, heads, head_dim], already scaled, over gathered blocks of keys.
 
-    keys, values: [B, kv_heads, blocks, 64, head_dim]; hidden: [B, 1, blocks, 64, columns], columns being
+    keys, values: [B, kv_heads, blocks, 64, head_dim]; visible: [B, 1, blocks, 64, columns], columns being
     n * heads / kv_heads padded to a multiple of 16. Returns [B, n, heads * head_dim].
     """
     count, n, heads, size = queries.shape
     _, kv_heads, blocks, _, _ = keys.shape
     share = heads // kv_heads
-    columns = hidden.shape[-1]
+    columns = visible.shape[-1]
     turned = queries.new_zeros(count, kv_heads, size, columns)
     turned[..., : n * share] = queries.view(count, n, kv_heads, share, size).permute(0, 2, 4, 1, 3).flatten(3)
     spread = turned[:, :, None].expand(-1, -1, blocks, -1, -1)
     scores = torch.bmm(keys.reshape(-1, BLOCK, size), spread.reshape(-1, size, columns))
-    scores = scores.view(count, kv_heads, blocks, BLOCK, columns).masked_fill_(hidden, -torch.inf)
-    weights = scores.sub_(scores.amax((2, 3), keepdim=True)).exp_()
-    total = fold(fold(weights, 3), 2)
+    scores = scores.view(count, kv_heads, blocks, BLOCK, columns) + (visible - 1.0) * HIDE
+    greatest = fold(fold(scores, 3, torch.maximum), 2, torch.maximum)
+    weights = scores.sub_(greatest[:, :, None, None]).clamp_min_(LEAST_EXPONENT).exp_().mul_(visible)
+    total = fold_blocks(fold(weights, 3), 2)
     sums = torch.bmm(values.reshape(-1, BLOCK, size).transpose(1, 2), weights.view(-1, BLOCK, columns))
-    mixed = fold(sums.view(count, kv_heads, blocks, size, columns), 2) / total[:, :, None]
+    mixed = fold_blocks(sums.view(count, kv_heads, blocks, size, columns), 2) / total[:, :, None]
     mixed = mixed[..., : n * share].view(count, kv_heads, size, n, share)
     return mixed.permute(0, 3, 1, 4, 2).reshape(count, n, heads * size)
 
 
-def hidden_mask(positions: Tensor, blocks: int, share: int) -> Tensor:
-    """The `hidden` of `attend` for query positions [B, n]; padding columns see position 0 only."""
+def visible_mask(positions: Tensor, blocks: int, share: int) -> Tensor:
+    """The `visible` of `attend` for query positions [B, n]; padding columns see position 0 only."""
     count, n = positions.shape
     seen = positions.new_zeros(count, padded(n * share))
     seen[:, : n * share] = positions.repeat_interleave(share, 1)
-    return torch.arange(blocks * BLOCK).view(1, 1, blocks, BLOCK, 1) > seen[:, None, None, None]
+    return (torch.arange(blocks * BLOCK).view(1, 1, blocks, BLOCK, 1) <= seen[:, None, None, None]).float()
 
 
 def plan_groups(
@@ -178,19 +175,12 @@ def _group(
     members: list[Span], block_tables: tuple[NDArray[np.int32], ...], pool: PagePool, share: int
 ) -> Group:
     blocks = _blocks(max(span.end for span in members))
-    pages = pool.shape.pages_for(blocks * BLOCK)
-    table = torch.zeros(len(members), pages, dtype=torch.int64)
-    for line, span in enumerate(members):
-        own = torch.from_numpy(block_tables[span.sequence])[: pool.shape.pages_for(span.end)]
-        table[line] = own[0]
-        table[line, : len(own)] = own
-    return Group(
-        lines=pool.first_line(table),
-        ends=torch.tensor([span.end for span in members]),
-        least_end=min(span.end for span in members),
-        blocks=blocks,
-        tiles=tuple(_tiles(members, share)),
-    )
+    positions = torch.arange(blocks * BLOCK)
+    slots = [
+        pool.slots(block_tables[span.sequence], torch.where(positions < span.end, positions, 0))
+        for span in members
+    ]
+    return Group(torch.stack(slots), blocks, tuple(_tiles(members, share)))
 
 
 def _tiles(members: list[Span], share: int) -> Iterator[QueryTile]:
@@ -203,4 +193,4 @@ def _tiles(members: list[Span], share: int) -> Iterator[QueryTile]:
         positions = offsets + torch.tensor([[span.position] for span in members])
         blocks = _blocks(int(positions.max()) + 1)
         rows = offsets + torch.tensor([[span.first] for span in members])
-        yield QueryTile(rows, blocks, hidden_mask(positions, blocks, share))
+        yield QueryTile(rows, blocks, visible_mask(positions, blocks, share))

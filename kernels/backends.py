@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from engine.errors import StartError
@@ -29,6 +30,9 @@ def open_backend(
     that does not fit the model. ModelError: the folder cannot be served.
     """
     if name == "torch":
+        # Torch's threads spin at every barrier unless told not to before torch is loaded. On cores shared
+        # with other processes one spins away the time that the other waits for: steps took 60 s, not 0.6.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # torch costs 1.6 s to import: only for those who ask for it
         from kernels.torch_cpu import TorchBackend
 

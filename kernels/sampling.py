@@ -108,7 +108,7 @@ def _greedy(logits: NDArray[np.float32], mask: Mask | None) -> int:
 
 
 def _allowed(mask: Mask, vocab_size: int) -> NDArray[np.bool_]:
-    bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), bitorder="little")
+    bits = np.unpackbits(np.ascontiguousarray(mask, "<u4").view(np.uint8), bitorder="little")
     return bits[:vocab_size].view(np.bool_)
 
 
@@ -129,5 +129,6 @@ def _nucleus(values: Scores, scores: Scores, top_p: float) -> Ids:
         weights = np.exp(scores[order])
         before = np.cumsum(weights) - weights
         if take == values.size or before[-1] >= goal:
-            return order[before < goal]
+            nucleus: Ids = order[before < goal]
+            return nucleus
         take = min(take * 8, values.size)

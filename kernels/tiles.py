@@ -32,6 +32,9 @@ STRIP = 64
 """Outputs of one matrix of the batched product. The batch gives threads whole strips to work on, so
 that they have no reason to cut the inner dimension."""
 
+PROBE_STRIPS = 64
+"""Strips of a matrix that the probe multiplies at most: more only repeats them, and an LM head has 768."""
+
 
 class Linear:
     """y = x Wᵀ for x of [rows, inputs] fp32, rows a multiple of TILE; each row's bits are its own.
@@ -46,18 +49,24 @@ class Linear:
         if self.outputs % STRIP:
             weight = np.concatenate([weight, np.zeros((strips * STRIP - self.outputs, inputs), np.float32)])
         self._strips = read_only_tensor(weight).view(strips, STRIP, inputs)
-        self.plan = plan or row_exact_tiles(self._tile, _probe_rows(inputs), threads)
+        self.plan = plan or self._probe(threads)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, inputs] -> [rows, outputs]."""
         with self.plan.threads_held():
-            parts = [self._tile(x[start:end]) for start, end in self.plan.cut(len(x))]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts = [_product(self._strips, x[start:end]) for start, end in self.plan.cut(len(x))]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return y[:, : self.outputs]
 
-    def _tile(self, x: Tensor) -> Tensor:
-        strips, _, inputs = self._strips.shape
-        y = torch.bmm(self._strips, x.T.expand(strips, inputs, len(x)))
-        return y.view(strips * STRIP, len(x))[: self.outputs].T.contiguous()
+    def _probe(self, threads: int) -> TilePlan:
+        strips = self._strips[:PROBE_STRIPS]
+        return row_exact_tiles(lambda x: _product(strips, x), _probe_rows(self._strips.shape[2]), threads)
+
+
+def _product(strips: Tensor, x: Tensor) -> Tensor:
+    """[rows, inputs] times [strips, STRIP, inputs] transposed: [rows, strips * STRIP]."""
+    y = torch.bmm(strips, x.T.expand(len(strips), x.shape[1], len(x)))
+    return y.view(-1, len(x)).T.contiguous()
 
 
 class TilePlan:
@@ -124,11 +133,27 @@ def padded(rows: int) -> int:
     return -(-rows // TILE) * TILE
 
 
-def fold(x: Tensor, dim: int) -> Tensor:
+def fold(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
+    """Sum over `dim` by halves, halves of halves and so on; the dimension is dropped.
+
+    The order is fixed by the dimension's length alone: other dimensions, memory layout and threads do not
+    enter, which torch's own reductions do not promise. `combine` may be torch.maximum instead.
+    """
+    while (length := x.shape[dim]) > 1:
+        half = length // 2
+        folded = combine(x.narrow(dim, 0, half), x.narrow(dim, half, half))
+        if length % 2:
+            first = folded.narrow(dim, 0, 1)
+            first.copy_(combine(first, x.narrow(dim, length - 1, 1)))
+        x = folded
+    return x.select(dim, 0)
+
+
+def fold_blocks(x: Tensor, dim: int) -> Tensor:
     """Sum over `dim` by pairs of neighbours, pairs of pairs and so on; the dimension is dropped.
 
-    The order is fixed by the positions alone: other dimensions, memory layout and threads do not enter,
-    and zeros appended at the end change nothing but the sign of a zero, which the last line levels.
+    As `fold`, and moreover zeros appended at the end change nothing but the sign of a zero, which the
+    last line levels: a sequence's blocks may be padded to those of a longer one.
     """
     while (length := x.shape[dim]) > 1:
         pairs = torch.unflatten(x.narrow(dim, 0, length - length % 2), dim, (length // 2, 2))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.errors import StartError
 from engine.model import read_config
-from kernels.attention import BLOCK, QUERY_TILES, PagePool, attend, hidden_mask, plan_groups
+from kernels.attention import BLOCK, QUERY_TILES, PagePool, attend, plan_groups, visible_mask
 from kernels.backend import StepResult
 from kernels.rows import check_pool, check_rows
 from kernels.sampling import sample_rows
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.shapes import PageShape
     from kernels.attention import Group
     from kernels.backend import Rows
+    from kernels.rows import Span
 
 KERNEL = f"torch-fp32-1-{torch.__version__}"
 
@@ -84,7 +85,7 @@ class TorchBackend:
         logits = np.empty((0, self.config.vocab_size), np.float32)
         if spans:
             groups = plan_groups(spans, rows.block_tables, self._pool, self._share)
-            hidden = self._forward(rows, self._slots(rows), groups)
+            hidden = self._forward(rows, self._slots(rows, spans), groups)
             if len(wanted):
                 logits = self._logits(hidden, wanted)
         tokens = sample_rows(
@@ -95,13 +96,13 @@ class TorchBackend:
         )
         return StepResult(tokens, logits if return_logits else None)
 
-    def _slots(self, rows: Rows) -> Tensor:
-        """[R, kv_heads] where each row's keys of layer 0 go."""
-        tokens = self.page_shape.tokens
-        blocks, places = np.divmod(rows.position, tokens)
-        pages = [rows.block_tables[s][b] for s, b in zip(rows.sequence, blocks, strict=True)]
-        lines = self._pool.first_line(torch.tensor(np.array(pages, np.int64))[:, None]).squeeze(-1)
-        return lines * tokens + torch.from_numpy(places.astype(np.int64))[:, None]
+    def _slots(self, rows: Rows, spans: list[Span]) -> Tensor:
+        """[R, kv_heads] slots of the rows' keys of layer 0."""
+        parts = [
+            self._pool.slots(rows.block_tables[span.sequence], torch.arange(span.position, span.end))
+            for span in spans
+        ]
+        return torch.cat(parts, 1).T
 
     def _forward(self, rows: Rows, slots: Tensor, groups: list[Group]) -> Tensor:
         """Last hidden states [R padded, hidden] before the final norm; fills the pages."""
@@ -121,7 +122,9 @@ class TorchBackend:
                 keys, values = self._pool.gather(index, group)
                 for tile in group.tiles:
                     seen = slice(0, tile.blocks)
-                    mixed[tile.rows] = attend(q[tile.rows], keys[:, :, seen], values[:, :, seen], tile.hidden)
+                    mixed[tile.rows] = attend(
+                        q[tile.rows], keys[:, :, seen], values[:, :, seen], tile.visible
+                    )
             x = x + layer.o(mixed)
             x = x + layer.ffn(x)
         return x
@@ -203,12 +206,12 @@ def check_attention(head_dim: int, share: int, threads: int) -> bytes:
     def run(size: int, batch: int) -> Tensor:
         """Attention in tiles of `size` rows, `batch` of them at once."""
         q = torch.split(queries.view(-1, size, share, head_dim), batch)
-        hidden = [hidden_mask(at, 3, share) for at in torch.split(positions.view(-1, size), batch)]
+        visible = [visible_mask(at, 3, share) for at in torch.split(positions.view(-1, size), batch)]
         parts = [
             attend(
-                rows, keys.expand(len(rows), -1, -1, -1, -1), values.expand(len(rows), -1, -1, -1, -1), after
+                part, keys.expand(len(part), -1, -1, -1, -1), values.expand(len(part), -1, -1, -1, -1), seen
             )
-            for rows, after in zip(q, hidden, strict=True)
+            for part, seen in zip(q, visible, strict=True)
         ]
         return torch.cat(parts).view(longest, share * head_dim)
 

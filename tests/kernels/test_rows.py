@@ -1,0 +1,89 @@
+"""Rows that do not fit are refused before anything is touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from row_steps import POISON, Chunk, Pages
+
+from engine.errors import StartError
+from engine.sampling import SamplingParams
+from kernels.backend import Rows
+from kernels.backends import open_backend
+from kernels.random_model import write_random_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(params=["torch", "reference"])
+def pages(request: pytest.FixtureRequest, tmp_path: Path) -> Pages:
+    return Pages(request.param, tmp_path, write_random_model(tmp_path, context_length=64), tokens=8, pages=10)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token": ints(1, 2, 3, 97)}, r"token 97 \(entry 3\) is not below 97"),
+        ({"token": ints(1, -1, 3, 4)}, r"token -1 \(entry 1\)"),
+        ({"token": ints(1, 2, 3)}, "differ in length"),
+        ({"position": ints(0, 1, 2, 64)}, "position 64"),
+        ({"position": ints(0, 2, 3, 0)}, "do not ascend one by one"),
+        ({"sequence": ints(0, 0, 1, 0)}, "not consecutive"),
+        ({"sequence": ints(0, 0, 0, 2)}, "sequence 2"),
+        ({"block_tables": (ints(0), ints(10))}, r"sequence 1: page 10 \(entry 0\) is not below 10"),
+        ({"block_tables": (ints(0), ints(-1))}, "page -1"),
+        ({"block_tables": (ints(), ints(1))}, "block table ends before position 2"),
+        ({"block_tables": (ints(3), ints(3))}, "page 3 is written by two sequences"),
+        ({"block_tables": (ints(3),)}, "differ in number"),
+        ({"masks": (None, None, None, np.zeros(3, np.uint32))}, "row 3: a mask has 4 uint32 words"),
+        ({"sampling": (SamplingParams(), SamplingParams(temperature=-1.0))}, "temperature -1.0"),
+        ({"sampling": (SamplingParams(), SamplingParams(temperature=float("nan")))}, "temperature nan"),
+        ({"sampling": (SamplingParams(top_p=0.0), SamplingParams())}, "top_p 0.0"),
+        ({"sampling": (SamplingParams(min_p=1.5), SamplingParams())}, "min_p 1.5"),
+        ({"sampling": (SamplingParams(top_k=-1), SamplingParams())}, "top_k -1"),
+        ({"sampling": (SamplingParams(seed=-1), SamplingParams())}, "unsigned"),
+    ],
+)
+def test_bad_rows_touch_nothing(pages: Pages, change: dict[str, Any], message: str) -> None:
+    rows = pages.rows([Chunk(0, 0, [1, 2, 3]), Chunk(1, 0, [4])])
+    with pytest.raises(ValueError, match=message):
+        pages.backend.step(replace(rows, **change))
+    assert (pages.pool == POISON).all()
+
+
+def test_a_step_without_rows_does_nothing(pages: Pages) -> None:
+    none = np.zeros(0, np.int32)
+    no = np.zeros(0, np.bool_)
+    result = pages.backend.step(Rows(none, none, none, no, no, (), (), ()), return_logits=True)
+    assert result.tokens.shape == (0,)
+    assert result.logits is not None
+    assert result.logits.shape == (0, 97)
+    assert (pages.pool == POISON).all()
+
+
+def test_what_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
+    config = write_random_model(tmp_path)
+    shape = config.page_shape(16, "float32")
+    pool = np.zeros(shape.page_bytes * 2, np.uint8)
+    with pytest.raises(StartError, match="unknown backend 'abacus'; known are torch, reference"):
+        open_backend("abacus", tmp_path, pool, shape, 1)
+    for name in ("torch", "reference"):
+        with pytest.raises(StartError, match="not some pages"):
+            open_backend(name, tmp_path, pool[:-4], shape, 1)
+        with pytest.raises(StartError, match="not some pages"):
+            open_backend(name, tmp_path, pool[:0], shape, 1)
+        with pytest.raises(StartError, match="writable"):
+            open_backend(name, tmp_path, np.frombuffer(bytes(pool), np.uint8), shape, 1)
+    with pytest.raises(StartError, match="threads"):
+        open_backend("torch", tmp_path, pool, shape, 0)
+    other = write_random_model(tmp_path / "other", layers=3).page_shape(16, "float32")
+    with pytest.raises(StartError, match="page shape"):
+        open_backend("torch", tmp_path, pool, other, 1)
