@@ -7,14 +7,25 @@ those that die, and stops them all on SIGINT or SIGTERM.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
-import socket
 import sys
+from contextlib import ExitStack, suppress
+
+if __name__ == "__main__":
+
+    def leave(number: int, frame: object) -> None:
+        """Ctrl-C while the imports below run: there is nothing yet that could be left running."""
+        os._exit(0)
+
+    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, leave)
+
+import argparse
+import json
+import socket
 import time
-from contextlib import ExitStack, contextmanager
+import traceback
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +40,7 @@ from actors.logs import open_log
 from actors.processes import Processes
 from actors.run import HIGH_WATER_MARK, first_cause
 from actors.rundir import LOGS, READY, RunDir, default_base
+from actors.signals import StopSignals
 from engine import __version__
 from engine.errors import EstafetError, StartError, UsageError
 from engine.layout import PageTable, TokenLogArena, Vitals
@@ -39,7 +51,7 @@ from transport.segments import create_segment, map_segment
 from transport.zeromq import ZeroMQNetwork
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import Sequence
 
     from engine.ids import Incarnation
     from engine.shapes import PageShape
@@ -103,7 +115,8 @@ class Launch:
 
 def say(text: str) -> None:
     """One line for the person at the terminal."""
-    print(f"estafet: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the system does not end because nobody listens any more
+        print(f"estafet: {text}", file=sys.stderr, flush=True)
 
 
 # ── before the first process ──────────────────────────────────────────────────────────────────
@@ -226,7 +239,8 @@ class Terminal:
         path = self._launch.run_dir / READY
         path.write_text(line + "\n")
         if self._ready_fd is not None:
-            os.write(self._ready_fd, line.encode() + b"\n")
+            with suppress(BrokenPipeError):  # whoever asked may have lost interest
+                os.write(self._ready_fd, line.encode() + b"\n")
             os.close(self._ready_fd)
             self._ready_fd = None
         say(f"ready after {time.monotonic() - self._started:.1f} s at {facts['url']}/v1 (Ctrl-C to stop)")
@@ -245,46 +259,42 @@ class Terminal:
                 await trio.sleep(0.1)
 
 
-async def supervise(launch: Launch, started: float, ready_fd: int | None) -> None:
+async def supervise(launch: Launch, started: float, ready_fd: int | None, signals: StopSignals) -> None:
     """Run the actors until they have all ended; raises what made the launch fail."""
     network = ZeroMQNetwork(launch.run_dir, kind=launch.topology.launch.link, high_water_mark=HIGH_WATER_MARK)
     vitals = map_segment(launch.segments[VITALS], None)
     terminal = Terminal(launch, started, ready_fd)
     try:
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            actors = len(launch.topology.actors())
-            launcher = Launcher(launch.topology, network, Vitals(vitals.view, actors), terminal.announce)
-            async with trio.open_nursery() as nursery:
-                make_boot = partial(launch.boot, launcher.endpoint)
-                nest = Processes(nursery, launch.run_dir, make_boot, launcher.exited)
-                try:
-                    nursery.start_soon(_stop_on_signal, signals, launcher)
-                    nursery.start_soon(terminal.show_progress, launcher)
+        actors = len(launch.topology.actors())
+        launcher = Launcher(launch.topology, network, Vitals(vitals.view, actors), terminal.announce)
+        stop_soon = partial(trio.lowlevel.current_trio_token().run_sync_soon, launcher.stop)
+        async with trio.open_nursery() as nursery:
+            make_boot = partial(launch.boot, launcher.endpoint)
+            nest = Processes(nursery, launch.run_dir, make_boot, launcher.exited)
+            try:
+                nursery.start_soon(terminal.show_progress, launcher)
+                with signals.calling(stop_soon):
                     over = await launcher.run(nest)
-                finally:
-                    nest.kill_all()
-                nursery.cancel_scope.cancel()
+            finally:
+                nest.kill_all()
+            nursery.cancel_scope.cancel()
     finally:
         network.close()
     raise_if_failed(over)
 
 
-async def _stop_on_signal(signals: AsyncIterator[int], launcher: Launcher) -> None:
-    async for _ in signals:
-        launcher.stop()
-
-
-def launch(arguments: argparse.Namespace) -> None:
+def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
     """Check, make, run, clean up."""
     started = time.monotonic()
+    check_descriptor(arguments.ready_fd)
     topology = read_topology(arguments.topology, arguments.settings)
     if arguments.check:
         print(describe(topology))
         return
     with ExitStack() as stack:
-        stack.enter_context(interruptible())
-        listeners = bind_doors(topology, stack)
-        folder, config = find_model(topology, progress=True)
+        with signals.interrupting():
+            listeners = bind_doors(topology, stack)
+            folder, config = find_model(topology, progress=True)
         shape = config.page_shape(topology.kv.page_tokens, topology.kv.dtype)
         name = Path(arguments.topology).stem
         run_dir = RunDir.create(arguments.run_dir or default_base(), name)
@@ -295,24 +305,19 @@ def launch(arguments: argparse.Namespace) -> None:
         say(f"{__version__}, {topology.model.name or config.name}, topology {name}")
         say(f"run directory {run_dir.path}")
         try:
-            trio.run(supervise, made, started, arguments.ready_fd)
+            trio.run(supervise, made, started, arguments.ready_fd, signals)
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
     say("stopped")
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let SIGTERM end the preparations as Ctrl-C does: with everything cleaned up."""
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def check_descriptor(number: int | None) -> None:
+    """UsageError unless --ready-fd can be written to when the time comes."""
+    if number is not None:
+        try:
+            os.fstat(number)
+        except OSError:
+            raise UsageError(f"--ready-fd {number}: no such descriptor was inherited") from None
 
 
 def describe(topology: Topology) -> str:
@@ -358,14 +363,22 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """The command; returns the exit code."""
     arguments = parser().parse_args()
+    signals = StopSignals()
+    signals.install()
     try:
-        launch(arguments)
+        launch(arguments, signals)
     except EstafetError as error:
         say(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         say("interrupted while starting; nothing is left running")
         return 0
+    except Exception as error:
+        traceback.print_exc()
+        say(f"internal error: {error!r}")
+        return 70
+    finally:
+        signals.ignore()
     return 0
 
 
