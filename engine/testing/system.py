@@ -253,9 +253,13 @@ class System:
 
         After this every page is free, every log slot too, and no request is left anywhere.
         """
-        await self.wait_ready()
         names = {actor.name for actor in self.topology.actors()}
-        await self.until(lambda: names == {actor.me.name for actor in self._living()} and self._quiet())
+
+        def settled() -> bool:
+            serving = {actor.me.name for actor in self._living() if actor.serving}
+            return serving == names and self.gateways()[0].not_ready() is None and self._quiet()
+
+        await self.until(settled)
         for actor in self._living():
             actor.check()
 
