@@ -64,6 +64,11 @@ class LeaseAccount:
         return self.granted - self.consumed
 
     @property
+    def spare(self) -> bool:
+        """It has more than will be used at once: taking what is needed there would move the need."""
+        return self.outstanding > self.need
+
+    @property
     def starving(self) -> bool:
         """A sequence of the worker stands still for want of a page."""
         return self.need > 0 and self.outstanding == 0
@@ -102,6 +107,7 @@ class Allocator:
         self._workers.difference_update(dead)
         for worker in dead:
             self._accounts.pop(worker, None)
+            self._exhausted_told = False
         if not self._seen_roster:
             self._seen_roster = True
             alive = {Owner(member.ordinal, member.epoch) for member in up}
@@ -130,7 +136,11 @@ class Allocator:
                     return []
                 account.consumed = max(account.consumed, message.consumed)
                 account.ahead, account.need = message.ahead, message.need
+                # Whoever gave way may have had no page: a changed want is all that shows it.
+                self._exhausted_told = False
             case PagesHeld():
+                if source not in self._workers:
+                    return []
                 granted = message.consumed + len(message.leased)
                 self._accounts[source] = LeaseAccount(granted, message.consumed)
                 return self._ask_for_rest(source, {*message.leased, *message.used})
@@ -139,6 +149,7 @@ class Allocator:
                 if account is not None:
                     account.consumed = max(account.consumed, message.consumed)
                     account.ahead, account.recalled = message.ahead, False
+                    account.need = min(account.need, message.ahead)
                 self._release(source, message.pages)
             case PagesReleased():
                 self._release(source, message.pages)
@@ -205,8 +216,10 @@ class Allocator:
 
     def _grant(self) -> list[Send]:
         sends: list[Send] = []
-        # Who has least goes first, so that a hungry worker cannot starve another one.
-        for worker, account in sorted(self._accounts.items(), key=lambda item: item[1].outstanding):
+        # Who starves goes first, else a recalled lease would go back; then who has least, so that a
+        # hungry worker cannot starve another one.
+        order = sorted(self._accounts.items(), key=lambda item: (not item[1].starving, item[1].outstanding))
+        for worker, account in order:
             wanted = account.consumed + account.ahead - account.granted
             if wanted > 0 and self._free:
                 owner = self._owner(worker)
@@ -228,13 +241,13 @@ class Allocator:
         starving = next((worker for worker, account in self._accounts.items() if account.starving), None)
         if starving is None or self._free or self._fences:
             return []
-        spare = {worker: account for worker, account in self._accounts.items() if account.outstanding}
+        spare = [(worker, account) for worker, account in self._accounts.items() if account.spare]
         sends = []
-        for worker, account in spare.items():
+        for worker, account in spare:
             if not account.recalled:
                 account.recalled = True
                 sends.append(Send(worker, LeaseRecall()))
-        if sends or any(account.recalled for account in spare.values()) or self._exhausted_told:
+        if sends or any(account.recalled for _, account in spare) or self._exhausted_told:
             return sends
         self._exhausted_told = True
         return [Send("scheduler", PoolExhausted(starving))]

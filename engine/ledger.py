@@ -24,6 +24,7 @@ import msgspec
 
 from engine.core import Send, Statistics
 from engine.ids import SequenceKey, pack_request
+from engine.layout import MASK32
 from engine.lifecycle import REQUEST, RequestEvent, RequestState, advance
 from engine.messages import (
     Cancel,
@@ -146,14 +147,20 @@ class Ledger:
         sampling: SamplingParams,
         now: float,
     ) -> tuple[SequenceKey, list[Effect]]:
-        """Open the log of a new request and submit it; LedgerFull when there is no slot."""
+        """Open the log of a new request and submit it.
+
+        LedgerFull when there is no slot; ValueError when it does not fit one.
+        """
+        if not 0 < len(prompt) < limit <= self.arena.capacity:
+            raise ValueError(f"{len(prompt)} prompt tokens, {limit} in all, room for {self.arena.capacity}")
         if not self._free_slots:
             raise LedgerFull
         self._counter += 1
         key = SequenceKey(pack_request(self.ordinal, self.me.epoch, self._counter), sampling.choice)
         record = AdmissionRecord(limit, stop_tokens, sampling, now)
-        slot = self._free_slots.pop()
+        slot = self._free_slots[-1]
         self.arena.open(slot, key.request, key.choice, prompt, msgspec.msgpack.encode(record))
+        self._free_slots.pop()
         entry = Entry(key, slot, record, list(prompt), len(prompt))
         self._entries[key] = entry
         return key, [self._fact(entry)]
@@ -166,7 +173,11 @@ class Ledger:
     def finish(self, key: SequenceKey) -> list[Effect]:
         """The text is complete (a stop string was hit), though the worker would go on."""
         entry = self._entries.get(key)
-        return [] if entry is None else self._end(entry, RequestEvent.FINISHED)
+        if entry is None:
+            return []
+        # Taken back since its last token, it is not computed any more: its end is the client's.
+        decoding = entry.state is RequestState.DECODING
+        return self._end(entry, RequestEvent.FINISHED if decoding else RequestEvent.CANCELLED)
 
     # ── events ────────────────────────────────────────────────────────────────────────────────
 
@@ -250,9 +261,12 @@ class Ledger:
         entry = self._entries.get(row.key)
         if entry is None or entry.state is not RequestState.DECODING or row.term != entry.term:
             return self._disown(source, row.key, row.term)
-        if row.position != len(entry.log):
+        next_position = len(entry.log)
+        in_order = row.position == next_position < entry.record.limit
+        if not in_order or not 0 <= row.token <= MASK32:
             entry.faults += 1
-            return self._take_back(entry, f"a worker sent position {row.position} after {len(entry.log) - 1}")
+            said = f"a worker sent token {row.token} for position {row.position}"
+            return self._take_back(entry, f"{said}; {next_position} of {entry.record.limit} are there")
         entry.log.append(row.token)
         self.arena.append(entry.slot, row.token)
         self.committed += 1

@@ -62,8 +62,8 @@ class ReplicationPlan:
                 assert_never(message)
 
     def next_copy(self) -> CopyPage | None:
-        """The next page to copy, or None when everything that can be safe is."""
-        while self._waiting:
+        """The next page to copy, or None when there is none, or every slot is being copied into."""
+        while self._waiting and (self._free or self._safe):
             _, page = self._waiting.popleft()
             if not self.table.is_current(page):
                 self.outdated += 1

@@ -59,6 +59,8 @@ class Scheduler:
         self._ordinals: dict[Incarnation, int] = {}
         self._workers: dict[Incarnation, Slots] = {}
         self._pool: PoolFact | None = None
+        self._exhausted = False
+        """Somebody starves, and nobody was known that could give way."""
         self.placements = 0
         self.preemptions = 0
 
@@ -84,11 +86,13 @@ class Scheduler:
         match message:
             case RequestFact():
                 known = self._requests.get(message.key)
-                if known is not None and known.term > message.term:
+                if source not in self._ordinals or (known is not None and known.term > message.term):
                     return []
                 self._forget(message.key)
                 self._requests[message.key] = message
                 self._occupy(message)
+                if self._exhausted:
+                    return [*self._preempt(), *self._place()]
             case RequestEnded():
                 self._forget(message.key)
             case WorkerFact():
@@ -98,7 +102,9 @@ class Scheduler:
                     self._occupy(fact)
             case PoolFact():
                 self._pool = message
+                self._exhausted = self._exhausted and message.free == 0
             case PoolExhausted():
+                self._exhausted = True
                 return self._preempt()
             case Roster() | Drain() | Stop():
                 return []
@@ -183,14 +189,21 @@ class Scheduler:
         return -(-fact.length // self.page_tokens)
 
     def _preempt(self) -> list[Send]:
-        """The newest request that holds pages gives way, unless it is the only one."""
+        """The newest give way until one of them surely had pages; the oldest never does.
+
+        One that is still in prefill may have had none yet, and then nothing would be freed.
+        """
         active = [fact for fact in self._requests.values() if fact.stage != "waiting"]
-        if len(active) < 2:
-            return []
-        newest = max(active, key=lambda fact: (fact.arrival, fact.key))
-        self.preemptions += 1
-        gateway = self._gateways[owner_of(newest.key.request)[0]]
-        return [Send(gateway, Preempt(newest.key, newest.term))]
+        active.sort(key=lambda fact: (fact.arrival, fact.key))
+        sends: list[Send] = []
+        for fact in reversed(active[1:]):
+            self._exhausted = False
+            self.preemptions += 1
+            gateway = self._gateways[owner_of(fact.key.request)[0]]
+            sends.append(Send(gateway, Preempt(fact.key, fact.term)))
+            if fact.stage == "decoding":
+                break
+        return sends
 
     # ── for people and tests ──────────────────────────────────────────────────────────────────
 

@@ -193,8 +193,9 @@ def parse(text: str, source: str, settings: Sequence[str] = ()) -> Topology:
     """
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{source}: not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:
+        # tomllib lets pass what int() says of too many digits, and what the stack says of nesting.
+        raise _wrong(f"{source}: not TOML: {error}") from None
     for setting in settings:
         _set(data, setting)
     _refuse_unknown(data, [*TABLES, *NAMED_TABLES], source, "")
@@ -204,11 +205,11 @@ def parse(text: str, source: str, settings: Sequence[str] = ()) -> Topology:
     for key, kind in NAMED_TABLES.items():
         named = data.get(key, {})
         if not isinstance(named, dict) or not named:
-            raise UsageError(f"{source}: [{key}.NAME]: at least one such table is needed")
+            raise _wrong(f"{source}: [{key}.NAME]: at least one such table is needed")
         for name in named:
             if not NAME.fullmatch(name) or name in FIXED_NAMES:
                 expected = f"{NAME.pattern}, and none of {', '.join(FIXED_NAMES)}"
-                raise UsageError(f"{source}: {key}.{name}: the name {name!r} should match {expected}")
+                raise _wrong(f"{source}: {key}.{name}: the name {name!r} should match {expected}")
         tables[key] = {name: _convert(table, kind, source, f"{key}.{name}") for name, table in named.items()}
     topology = Topology(**tables)
     _check(topology, source)
@@ -219,31 +220,31 @@ def _set(data: dict[str, Any], setting: str) -> None:
     key, equals, value = setting.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
-        raise UsageError(f"--set {setting}: expected key=value, as in --set gateway.front.port=0")
+        raise _wrong(f"--set {setting}: expected key=value, as in --set gateway.front.port=0")
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
+        parsed = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
+        parsed = {}
     table = data
     for part in path[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise UsageError(f"--set {setting}: {part} is not a table")
-    table[path[-1]] = parsed
+            raise _wrong(f"--set {setting}: {part} is not a table")
+    table[path[-1]] = parsed["value"] if len(parsed) == 1 else value
 
 
 def _refuse_unknown(data: dict[str, Any], known: Sequence[str], source: str, prefix: str) -> None:
     for key, value in data.items():
         if key not in known:
             expected = ", ".join(known) or "no keys at all"
-            raise UsageError(
+            raise _wrong(
                 f"{source}: {prefix}{key} = {_show(value)}: unknown key; expected one of: {expected}"
             )
 
 
 def _convert(data: object, kind: type[T], source: str, prefix: str) -> T:
     if not isinstance(data, dict):
-        raise UsageError(f"{source}: {prefix} = {_show(data)}: expected a table")
+        raise _wrong(f"{source}: {prefix} = {_show(data)}: expected a table")
     _refuse_unknown(data, kind.__struct_fields__, source, f"{prefix}.")
     try:
         return msgspec.convert(data, kind)
@@ -255,12 +256,20 @@ def _convert(data: object, kind: type[T], source: str, prefix: str) -> T:
             choices = get_args(get_type_hints(kind)[key])
             if said.startswith("Invalid enum value"):
                 said = f"expected one of {', '.join(map(repr, choices))}"
-            raise UsageError(f"{source}: {prefix}.{key} = {_show(data[key])}: {said}") from None
-        raise UsageError(f"{source}: {prefix}: {said}") from None
+            raise _wrong(f"{source}: {prefix}.{key} = {_show(data[key])}: {said}") from None
+        raise _wrong(f"{source}: {prefix}: {said}") from None
+
+
+def _wrong(said: str) -> UsageError:
+    """One line, whatever the names in it contain."""
+    return UsageError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in said))
 
 
 def _show(value: object) -> str:
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:
+        shown = "a number of thousands of digits"
     return shown if len(shown) <= 60 else shown[:57] + "…"
 
 
@@ -268,21 +277,21 @@ def _check(topology: Topology, source: str) -> None:
     roles = {table.role for table in topology.worker.values()}
     for needed in ("prefill", "decode"):
         if not roles & {needed, "both"}:
-            raise UsageError(
+            raise _wrong(
                 f'{source}: worker.*.role: no worker can {needed}; give one the role "{needed}" or "both"'
             )
     names = [*topology.gateway, *topology.worker]
     doors: dict[tuple[str, int], str] = {}
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"{source}: the name {name!r} is given to two actors")
+            raise _wrong(f"{source}: the name {name!r} is given to two actors")
     for name, gateway in topology.gateway.items():
         door = (gateway.host, gateway.port)
         if gateway.port and door in doors:
-            raise UsageError(
+            raise _wrong(
                 f"{source}: gateway.{name}.port = {gateway.port}: gateway.{doors[door]} listens there "
                 "already; expected another port, or 0 for a free one"
             )
         doors[door] = name
     if len(topology.gateway) > 255 - len(FIXED_NAMES) or len(names) > 1 << (EPOCH_BITS // 2):
-        raise UsageError(f"{source}: too many actors")
+        raise _wrong(f"{source}: too many actors")

@@ -91,6 +91,7 @@ class Worker:
         self._alive: set[Incarnation] = set()
         self._fenced: set[Incarnation] = set()
         self._lease_said: tuple[int, int, int] | None = None
+        self._missing = 0
         self._running: Plan | None = None
         self.steps = 0
         self.tokens_out = 0
@@ -132,7 +133,7 @@ class Worker:
                 return []
             case LeaseRecall():
                 self._lease_said = None
-                return [self._return_leases(source, self.limits.lease_ahead)]
+                return [self._return_leases(source, self.limits.lease_ahead, keep=self._missing)]
             case PagesDoubted():
                 held = {*self.lease.held(), *self._used()}
                 return self._released([page for page in message.pages if page not in held])
@@ -154,6 +155,7 @@ class Worker:
             return None, self._go_idle()
         oldest_first = sorted(self._sequences.values(), key=lambda s: (s.spec.arrival, s.key))
         plan = plan_step(oldest_first, self.lease, self.table, self._batch)
+        self._missing = plan.missing
         sends = self._want_leases(plan.missing)
         if not plan.slices:
             return None, sends
@@ -245,7 +247,7 @@ class Worker:
 
     def _take_over(self, source: Incarnation, message: HandOver) -> list[Send]:
         spec = message.spec
-        if source in self._fenced:
+        if source in self._fenced or source not in self._alive:
             return []
         reason = self._why_not(source, message)
         if reason is not None:
@@ -337,6 +339,9 @@ class Worker:
     def _drop(self, sequence: Sequence) -> list[PageRef]:
         sequence.move(SequenceEvent.DROP)
         del self._sequences[sequence.key, sequence.term]
+        if not sequence.pages:
+            # The allocator may wait for what this one gives back: it hears that it was nothing.
+            self._lease_said = None
         pages, sequence.pages = sequence.pages, []
         return pages
 
@@ -356,14 +361,18 @@ class Worker:
         ]
 
     def _go_idle(self) -> list[Send]:
-        """Hold no page while there is nothing to do."""
-        if not len(self.lease):
-            return []
-        self._lease_said = None
-        return [self._return_leases("allocator", 0)]
+        """Hold no page and want none while there is nothing to do."""
+        self._missing = 0
+        said, sends = self._lease_said, []
+        if len(self.lease):
+            sends = [self._return_leases("allocator", 0, keep=0)]
+        elif said != (self.lease.consumed, 0, 0):
+            sends = [Send("allocator", LeaseWanted(self.lease.consumed, 0, 0))]
+        self._lease_said = (self.lease.consumed, 0, 0)
+        return sends
 
-    def _return_leases(self, allocator: str | Incarnation, ahead: int) -> Send:
-        pages = self.lease.give_back(keep=0)
+    def _return_leases(self, allocator: str | Incarnation, ahead: int, keep: int) -> Send:
+        pages = self.lease.give_back(keep)
         return Send(allocator, LeaseReturned(pages, self.lease.consumed, ahead))
 
     def _want_leases(self, missing: int) -> list[Send]:
