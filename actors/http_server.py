@@ -86,6 +86,26 @@ class Connection:
             self.socket.close()
 
 
+class _Server(TCPServer):
+    """hypercorn's protocol over one connection, without its wait for those who have gone.
+
+    Its own waits for `idle_s` on a connection that the client has closed between two requests, and
+    holds the descriptor for so long: clients who come and go would use all descriptors up.
+    """
+
+    _gone = False
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        self._gone = True
+        await self.idle_task.stop()
+
+    async def _idle_timeout(self) -> None:
+        # A response that was being sent while the client went away gets here after the end.
+        if not self._gone:
+            await super()._idle_timeout()
+
+
 class _Connections:
     """The open connections, and the wait until there are none."""
 
@@ -132,7 +152,7 @@ async def serve_app(
         connections.add(connection)
         try:
             # It is written for trio's SSLStream and takes any stream of that shape.
-            await TCPServer(wrapped, config, context, ConnectionState({}), connection)  # type: ignore[arg-type]
+            await _Server(wrapped, config, context, ConnectionState({}), connection)  # type: ignore[arg-type]
         except Exception:
             log.exception("http_connection_failed")
         finally:
