@@ -1,0 +1,271 @@
+"""Topology files: what is accepted, and that whatever is wrong is said in one line of use."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import engine
+from engine.errors import UsageError
+from engine.topology import FIXED_NAMES, Topology, parse
+
+SHIPPED = sorted((Path(engine.__file__).parent / "topologies").glob("*.toml"))
+BASE = '[gateway.front]\nport = 0\n[worker.both]\nrole = "both"\n'
+
+
+def complaint(text: str, *settings: str) -> str:
+    """What a person reads about a wrong topology: one line that names the file or the setting."""
+    with pytest.raises(UsageError) as caught:
+        parse(text, "file.toml", settings)
+    said = str(caught.value)
+    assert said.isprintable()
+    assert said.startswith(("file.toml: ", "--set "))
+    assert caught.value.exit_code == 2
+    return said
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_topologies_parse(path: Path) -> None:
+    topology = parse(path.read_text(), str(path))
+    actors = topology.actors()
+    assert [actor.ordinal for actor in actors] == list(range(len(actors)))
+    assert len({actor.name for actor in actors}) == len(actors)
+    assert {actor.kind for actor in actors} == {
+        "health",
+        "allocator",
+        "scheduler",
+        "replicator",
+        "gateway",
+        "worker",
+    }
+
+
+def test_the_three_promised_topologies_are_shipped() -> None:
+    roles = {
+        path.stem: sorted(w.role for w in parse(path.read_text(), "").worker.values()) for path in SHIPPED
+    }
+    assert roles["local"] == ["decode", "prefill"]
+    assert roles["unified"] == ["both"]
+    assert roles["two-decode"] == ["decode", "decode", "prefill"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        # Unknown keys, at every level.
+        ("[kvv]\npages = 3", ("kvv", "unknown key", "kv")),
+        ("[kv]\npage = 3", ("kv.page = 3", "unknown key", "pages")),
+        ('[worker.x]\nrole = "both"\ncolour = "red"', ("worker.x.colour = 'red'", "unknown key", "role")),
+        ("[gateway.g]\nprot = 1", ("gateway.g.prot = 1", "unknown key", "port")),
+        ("[scheduler]\nfast = true", ("scheduler.fast = True", "unknown key", "no keys at all")),
+        ('["a\\nb"]\nx = 1', ("a\\nb", "unknown key")),
+        # Wrong types.
+        ('[kv]\npages = "many"', ("kv.pages = 'many'", "`int`")),
+        ("[kv]\npages = 3.5", ("kv.pages = 3.5", "`int`")),
+        ("[kv]\npages = true", ("kv.pages = True", "`int`")),
+        ("[kv]\npages = 2021-01-01", ("kv.pages", "`int`")),
+        ("[model]\npath = 7", ("model.path = 7", "`str`")),
+        ("[gateway.g]\nhost = []", ("gateway.g.host = []", "`str`")),
+        ("[gateway]\nfront2 = 5", ("gateway.front2 = 5", "expected a table")),
+        # Out of range.
+        ("[kv]\npages = 1", ("kv.pages = 1", ">= 2")),
+        ("[gateway.g]\nport = 65536", ("gateway.g.port = 65536", "<= 65535")),
+        ("[gateway.g]\nport = -1", ("gateway.g.port = -1", ">= 0")),
+        ("[health]\ntick_s = 0", ("health.tick_s = 0", "> 0")),
+        ("[health]\ntick_s = nan", ("health.tick_s = nan", "> 0")),
+        ("[launch]\ndrain_s = inf", ("launch.drain_s = inf", "<= 86400")),
+        (f"[kv]\npages = {'9' * 40}", ("kv.pages = 999", "<= 16777216")),
+        (f"[kv]\npages = 0x{'f' * 5000}", ("kv.pages", "<= 16777216")),
+        # One of a few.
+        ("[kv]\npage_tokens = 7", ("kv.page_tokens = 7", "8, 16, 32, 64")),
+        ('[kv]\ndtype = "int4"', ("kv.dtype = 'int4'", "'float32', 'float16', 'bfloat16'")),
+        ('[worker.x]\nrole = "cook"', ("worker.x.role = 'cook'", "'prefill', 'decode', 'both'")),
+        # Missing.
+        ("[worker.x]", ("worker.x", "role", "required")),
+        # Names.
+        ("[gateway.Front]", ("gateway.Front", "'Front'", "[a-z]")),
+        ('[gateway."a b"]', ("'a b'", "[a-z]")),
+        ('[gateway."a\\nb"]', ("a\\nb", "[a-z]")),
+        (f"[gateway.{'a' * 33}]", ("a" * 33, "{0,31}")),
+        ('[worker.9]\nrole = "both"', ("worker.9", "'9'", "[a-z]")),
+        *(
+            (f'[worker.{name}]\nrole = "both"', (f"worker.{name}", repr(name), "none of"))
+            for name in FIXED_NAMES
+        ),
+        # Twice.
+        ("[gateway.both]", ("'both'", "two actors")),
+        ("[gateway.a]\n[gateway.b]", ("gateway.b.port = 8000", "gateway.a", "another port")),
+        # Not TOML.
+        ("= 3", ("not TOML", "line")),
+        (f"[kv]\npages = {'9' * 5000}", ("not TOML", "digits")),
+        (f"[kv]\npages = {'[' * 5000}", ("not TOML", "recursion")),
+    ],
+)
+def test_an_error_names_the_key_the_value_and_what_was_expected(more: str, said: tuple[str, ...]) -> None:
+    message = complaint(f"{BASE}{more}\n")
+    for words in said:
+        assert words in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "[gateway.NAME]"),
+        ("[gateway.front]", "[worker.NAME]"),
+        ("gateway = 1\nworker = 2", "[gateway.NAME]"),
+        ('[worker.w]\nrole = "both"', "[gateway.NAME]"),
+        ("[gateway]\n[worker]", "[gateway.NAME]"),
+        ("kv = 3", "kv = 3: expected a table"),
+        ('[gateway.g]\n[worker.w]\nrole = "decode"', 'no worker can prefill; give one the role "prefill"'),
+        ('[gateway.g]\n[worker.w]\nrole = "prefill"', 'no worker can decode; give one the role "decode"'),
+    ],
+)
+def test_missing_tables_and_roles(text: str, said: str) -> None:
+    assert said in complaint(text)
+
+
+def test_long_values_are_cut() -> None:
+    assert len(complaint(f'{BASE}[kv]\ndtype = "{"x" * 5000}"')) < 200
+
+
+def test_two_gateways_may_ask_for_any_free_port_or_other_hosts() -> None:
+    parse(f"{BASE}[gateway.b]\nport = 0\n[gateway.c]\nport = 0\n", "")
+    parse(f'{BASE}[gateway.b]\nport = 80\n[gateway.c]\nhost = "127.0.0.2"\nport = 80\n', "")
+
+
+def test_settings_replace_what_the_file_says() -> None:
+    text = f"{BASE}[kv]\npages = 10\n"
+    topology = parse(
+        text,
+        "",
+        [
+            "kv.pages=20",
+            "kv.dtype=float16",
+            'model.path="a b"',
+            "model.name=a=b",
+            " launch.drain_s = 3 ",
+            "gateway.front.port=9",
+            "gateway.back.port=10",
+            "worker.both.threads=0x10",
+        ],
+    )
+    assert (topology.kv.pages, topology.kv.dtype) == (20, "float16")
+    assert (topology.model.path, topology.model.name) == ("a b", "a=b")
+    assert topology.launch.drain_s == 3.0
+    assert {name: gateway.port for name, gateway in topology.gateway.items()} == {"front": 9, "back": 10}
+    assert topology.worker["both"].threads == 16
+
+
+def test_the_last_setting_of_a_key_counts() -> None:
+    assert parse(BASE, "", ["kv.pages=20", "kv.pages=30"]).kv.pages == 30
+
+
+def test_a_whole_table_can_be_set() -> None:
+    assert parse(BASE, "", ["kv={pages = 5, page_tokens = 8}"]).kv.pages == 5
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("kv.pages", "expected key=value"),
+        ("=3", "expected key=value"),
+        ("kv..pages=3", "expected key=value"),
+        ("x\ny", "expected key=value"),
+        ("kv.pages.more.deep=3", "kv.pages = {'more': {'deep': 3}}"),
+        ("gateway.front.port.x=3", "port is not a table"),
+        ("kv.page=3", "kv.page = 3: unknown key"),
+        ("nothing=3", "nothing = 3: unknown key"),
+        ("kv.pages=", "kv.pages = ''"),
+        ("kv.pages=1 2", "kv.pages = '1 2'"),
+        ("kv.pages=9\nx = 3", "kv.pages = '9\\nx = 3'"),
+        (f"kv.pages={'9' * 5000}", "kv.pages = '999"),
+        ("worker.both.role=cook", "worker.both.role = 'cook'"),
+    ],
+)
+def test_bad_settings(setting: str, said: str) -> None:
+    assert said in complaint(BASE, setting)
+
+
+def test_log_slots_are_disjoint_and_cover_the_arena() -> None:
+    text = f"{BASE}[gateway.b]\nport = 0\nmax_open = 3\n[gateway.c]\nport = 0\nmax_open = 5\n"
+    topology = parse(text, "", ["gateway.front.max_open=7"])
+    slots = [slot for name in topology.gateway for slot in topology.log_slots_of(name)]
+    assert slots == list(range(topology.log_slots)) == list(range(15))
+    with pytest.raises(KeyError):
+        topology.log_slots_of("nobody")
+
+
+def test_all_names_come_from_the_same_space_of_ordinals() -> None:
+    """Every gateway's ordinal fits the 8 bits that it has in a request id."""
+    many = "".join(f"[gateway.g{n}]\nport = 0\n" for n in range(249))
+    topology = parse(f"{BASE}{many}", "")
+    assert max(actor.ordinal for actor in topology.actors() if actor.kind == "gateway") < 256
+    more = "".join(f"[gateway.h{n}]\nport = 0\n" for n in range(2))
+    assert "too many actors" in complaint(f"{BASE}{many}{more}")
+
+
+# ── anything at all ───────────────────────────────────────────────────────────────────────────
+
+KEYS = st.sampled_from(
+    ["model", "kv", "gateway", "worker", "health", "launch", "pages", "role", "port", "front", "w", "tick_s"]
+) | st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=4)
+LEAVES = (
+    st.sampled_from(["both", "prefill", "decode", "float16"])
+    | st.integers()
+    | st.floats()
+    | st.booleans()
+    | st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=5)
+)
+TABLES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=15,
+)
+
+
+def as_toml(value: object) -> str:
+    """An inline TOML value."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case dict():
+            return "{" + ", ".join(f"{quoted(key)} = {as_toml(item)}" for key, item in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(as_toml(item) for item in value) + "]"
+        case str():
+            return quoted(value)
+        case _:
+            return repr(value)
+
+
+def quoted(text: str) -> str:
+    """A basic TOML string."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def fair(text: str, *settings: str) -> bool:
+    """Whether it is a topology, or refused in one line."""
+    try:
+        return isinstance(parse(text, "file.toml", settings), Topology)
+    except UsageError as error:
+        return str(error).isprintable()
+
+
+@given(st.dictionaries(KEYS, TABLES, max_size=5))
+def test_any_mapping_is_a_topology_or_one_line(data: dict[str, object]) -> None:
+    text = "".join(f"{quoted(key)} = {as_toml(value)}\n" for key, value in data.items())
+    tomllib.loads(text)
+    valid = {"gateway": {"front": {}}, "worker": {"w": {"role": "both"}}}
+    with_base = "".join(f"{quoted(key)} = {as_toml(value)}\n" for key, value in {**valid, **data}.items())
+    for source in (text, with_base):
+        assert fair(source)
+
+
+@given(st.text(max_size=60), st.lists(st.text(max_size=20), max_size=3))
+def test_any_text_and_settings_are_a_topology_or_one_line(text: str, settings: list[str]) -> None:
+    for source in (text, BASE, BASE + text):
+        assert fair(source, *settings)
