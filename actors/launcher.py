@@ -53,6 +53,8 @@ class Launcher:
     ) -> None:
         self.post = PostOffice(LAUNCHER, "launcher", links, introduces=self._expects)
         self.core = Supervisor(topology.actors(), topology.launch, vitals.next_epoch, trio.current_time())
+        self._vitals = vitals
+        self._topology = topology
         self._announce = announce
         self._nest: Nest | None = None
         self._over: Over | None = None
@@ -80,6 +82,7 @@ class Launcher:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.post.keep_promises)
                 nursery.start_soon(self._receive)
+                nursery.start_soon(self._watch_health)
                 while self._over is None:
                     self._do(self.core.tick(trio.current_time()))
                     if self._over is None:
@@ -97,6 +100,16 @@ class Launcher:
         while True:
             source, message = await self.post.receive()
             self._do(self.core.handle(source, cast("ToLauncher", message), trio.current_time()))
+
+    async def _watch_health(self) -> None:
+        table = self._topology.health
+        ordinal = next(actor.ordinal for actor in self._topology.actors() if actor.kind == "health")
+        while True:
+            before = trio.current_time()
+            await trio.sleep(table.tick_s)
+            # As the health monitor does: when the whole machine stood still, that is nobody's silence.
+            turn_s = min(trio.current_time() - before, 2 * table.tick_s)
+            self._do(self.core.watch(self._vitals.heartbeat(ordinal), turn_s, table.deadline_s))
 
     def _expects(self, incarnation: Incarnation) -> bool:
         child = self.core.children.get(incarnation.name)

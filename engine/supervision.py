@@ -124,6 +124,8 @@ class Supervisor:
         self._stop_at: float | None = None
         self._kill_at: float | None = None
         self._outcome = Over(0, None)
+        self._heartbeat = 0
+        self._still_s = 0.0
         self.restarts = 0
 
     # ── events ────────────────────────────────────────────────────────────────────────────────
@@ -244,6 +246,22 @@ class Supervisor:
             ]
         return commands
 
+    def watch(self, heartbeat: int, turn_s: float, deadline_s: float) -> list[Command]:
+        """Look at the heart of the health monitor, `turn_s` after the last look.
+
+        It watches everybody else; that it stands still itself, nobody but its launcher can see.
+        """
+        health = self._health()
+        if health is None or not health.endpoint or heartbeat != self._heartbeat:
+            self._heartbeat, self._still_s = heartbeat, 0.0
+            return []
+        self._still_s += turn_s
+        if self._still_s <= deadline_s:
+            return []
+        reason = f"its heart stood still for {self._still_s:.1f} s"
+        self._still_s = 0.0
+        return [KillProcess(health.incarnation, reason)]
+
     def deadline(self) -> float | None:
         """When `tick` next has something to do."""
         times = [child.spawn_at for child in self._children.values()]
@@ -264,8 +282,11 @@ class Supervisor:
         child.endpoint = ""
         return Spawn(child.actor, child.incarnation)
 
+    def _health(self) -> Child | None:
+        return next((child for child in self._children.values() if child.actor.kind == "health"), None)
+
     def _report(self) -> list[Command]:
-        health = next((c for c in self._children.values() if c.actor.kind == "health"), None)
+        health = self._health()
         if health is None or not health.endpoint:
             return []
         facts = tuple(

@@ -38,6 +38,8 @@ class Running:
 
     url: str
     run_dir: str
+    pid: int
+    """The launcher's."""
 
 
 def launch_command(topology: str, arguments: Sequence[str]) -> list[str]:
@@ -89,7 +91,7 @@ def running_system(command: Sequence[str]) -> Iterator[Running]:
                 f"the system could not be started (exit code {code})", code if code == 2 else 3
             )
         facts = json.loads(line)
-        yield Running(facts["url"], facts["run_dir"])
+        yield Running(facts["url"], facts["run_dir"], launcher.pid)
     except BaseException:
         _stop(launcher)
         raise

@@ -79,12 +79,14 @@ def test_actors_without_numbers_are_light(launch: Launch, name: str) -> None:
     assert seconds < LIGHT_START_S
 
 
-def test_a_stopped_worker_is_killed_and_comes_back(launch: Launch) -> None:
-    stopped = launch.kill("decode", signal.SIGSTOP)
-    took = launch.wait_restarted(stopped, "decode")
-    print(f"a stopped worker: noticed, killed, back and ready after {took:.2f} s")
-    assert tells_of(launch, stopped, "decode")[-2:] == ["process_killed", "process_exited"]
-    assert any(line["event"] == "worker_suspected" for line in launch.log("health"))
+@pytest.mark.parametrize("name", ["decode", "health"])
+def test_a_stopped_actor_is_killed_and_comes_back(launch: Launch, name: str) -> None:
+    """Whoever stands still is noticed: by the health monitor, and it by the launcher."""
+    stopped = launch.kill(name, signal.SIGSTOP)
+    took = launch.wait_restarted(stopped, name)
+    print(f"{name}, stopped: noticed, killed, back and ready after {took:.2f} s")
+    assert tells_of(launch, stopped, name)[-2:] == ["process_killed", "process_exited"]
+    launch.wait_restarted(launch.kill("scheduler"), "scheduler")
     assert "Paris" in launch.ask(max_tokens=10)
 
 
