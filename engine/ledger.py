@@ -244,6 +244,8 @@ class Ledger:
 
     def _accepted(self, source: Incarnation, message: TermAccepted) -> list[Effect]:
         entry = self._entries.get(message.key)
+        if entry is not None and entry.state is RequestState.DECODING and message.term == entry.term:
+            return []
         if (
             entry is None
             or entry.state is not RequestState.PREFILLING
