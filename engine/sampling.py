@@ -4,7 +4,7 @@ A sampled token is a pure function of the token log. Noise for vocabulary id `v`
 `t` (the position that the sampled token will take) is
 
     Philox4x64-10, key = (seed, choice), counter = (t, v, 0, 0), first output word x
-    u = ((x >> 11) + 0.5) * 2**-53
+    u = min(((x >> 11) + 0.5) * 2**-53, the largest float64 below 1)
     gumbel = -log(-log(u))
 
 and the token is the argmax of `logit / temperature + gumbel` over the ids that survive the
