@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -49,4 +50,24 @@ def test_every_topology_gives_the_same_answers(
 
         if setup == "local-tcp":
             assert not [path for path in launch.base.rglob("*") if path.is_socket()]
+        launch.wait_quiet()
+
+
+def test_another_decode_worker_goes_on_at_once(tmp_path: Path) -> None:
+    """With two of them, nobody waits for the dead one to come back."""
+    with Launch(tmp_path, "two-decode") as launch:
+        launch.wait_ready()
+        whole = launch.ask(STORY, max_tokens=12)
+        with launch.stream(STORY, max_tokens=12) as stream:
+            stream.read(3)
+            busy = [name for name, of in launch.statistics().items() if of.get("sequences_decode")]
+            assert len(busy) == 1
+            killed = launch.kill(busy[0])
+            began = time.monotonic()
+            stream.read(1)
+            gap_s = time.monotonic() - began
+            assert launch.statistics()[busy[0]]["epoch"] == killed.epoch, "it waited for the restart"
+            assert stream.read() == whole
+        print(f"{busy[0]} killed in mid-stream: the next text came {gap_s:.2f} s later")
+        launch.wait_restarted(killed, busy[0])
         launch.wait_quiet()

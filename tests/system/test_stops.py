@@ -170,6 +170,16 @@ def test_a_signal_while_it_starts(
         assert launch.said == "" or launch.said.splitlines()[-1].startswith("estafet: ")
 
 
+@pytest.mark.parametrize("moment", ["run directory", "first process", "first actor", "backend"])
+def test_a_launcher_killed_while_it_starts(tmp_path: Path, tiny_folder: Path, moment: str) -> None:
+    """Children that have not yet asked to die with it look whether it is there."""
+    with Launch(tmp_path, "unified", f'model.path="{tiny_folder}"') as launch:
+        wait_until(lambda: MOMENTS[moment](launch), 20, moment)
+        launch.send(SIGKILL)
+        assert launch.wait() == -SIGKILL
+        print(f"gone {launch.assert_gone():.2f} s after SIGKILL")
+
+
 def test_a_shower_of_signals(tmp_path: Path, tiny_folder: Path) -> None:
     """Impatience does not cut the cleaning up short."""
     with Launch(tmp_path, "unified", f'model.path="{tiny_folder}"') as launch:
