@@ -87,10 +87,15 @@ def exhausted(sends: list[Send]) -> int:
     return sum(isinstance(send.message, PoolExhausted) for send in sends)
 
 
-def lease(
-    desk: Desk, worker: Incarnation, ahead: int, consumed: int = 0, need: int = 0
-) -> tuple[PageRef, ...]:
-    return granted(desk.want(worker, ahead, consumed, need)).get(str(worker), ())
+def lease(desk: Desk, worker: Incarnation, ahead: int, need: int = 0) -> tuple[PageRef, ...]:
+    """What a worker that has consumed nothing is granted for its want."""
+    return granted(desk.want(worker, ahead, 0, need)).get(str(worker), ())
+
+
+def use(desk: Desk, *pages: PageRef) -> None:
+    """The owner fills them."""
+    for block, page in enumerate(pages):
+        desk.table.open(page.index, 1, 0, 1, block)
 
 
 # ── leases ────────────────────────────────────────────────────────────────────────────────────
@@ -98,13 +103,13 @@ def lease(
 
 def test_leases_are_what_is_wanted_ahead_of_what_was_consumed() -> None:
     desk = Desk(10, A)
-    assert len(lease(desk, A, 4)) == 4
+    pages = lease(desk, A, 4)
+    assert len(pages) == 4
     assert lease(desk, A, 4) == (), "it has them ahead"
-    assert len(lease(desk, A, 4, consumed=3)) == 3
-    assert lease(desk, A, 2, consumed=3) == ()
-    assert lease(desk, A, 9, consumed=1) == tuple(desk.table.ref(page) for page in (7, 8, 9)), (
-        "3 stay consumed"
-    )
+    use(desk, *pages[:3])
+    assert len(granted(desk.want(A, 4, consumed=3))["a@1"]) == 3
+    assert granted(desk.want(A, 2, consumed=3)) == {}
+    assert len(granted(desk.want(A, 5, consumed=1))["a@1"]) == 1, "a late word does not take back the 3"
 
 
 def test_a_stranger_gets_nothing() -> None:
@@ -205,10 +210,10 @@ def test_what_will_be_used_at_once_is_not_recalled() -> None:
 def test_an_idle_worker_does_not_starve() -> None:
     desk = Desk(2, A, B)
     pages = lease(desk, A, 1, need=1)
-    lease(desk, B, 1)
-    sends = desk.tell(A, LeaseReturned(pages, 1, 0))
-    assert not exhausted(sends)
-    sends = desk.want(B, 2, consumed=1)
+    use(desk, *lease(desk, B, 1))
+    assert not exhausted(desk.tell(A, LeaseReturned(pages, 1, 0)))
+    sends = desk.want(B, 1, consumed=1)
+    assert len(granted(sends)["b@1"]) == 1
     assert not exhausted(sends)
 
 

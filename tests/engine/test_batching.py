@@ -1,0 +1,228 @@
+"""Batching: every position is computed once and in order, whatever the chunks, budgets and pages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batching import (
+    BatchLimits,
+    Lease,
+    Plan,
+    Sequence,
+    adopt,
+    advance_sequence,
+    begin,
+    plan_step,
+)
+from engine.ids import Incarnation, SequenceKey
+from engine.layout import Owner, PageTable
+from engine.lifecycle import PageState, SequenceEvent
+from engine.messages import SequenceSpec
+from engine.sampling import GREEDY
+from engine.shapes import PageRef
+
+PAGE = 4
+ME = Incarnation("w", 1)
+GATEWAY = Incarnation("front", 1)
+
+
+def spec(number: int, length: int) -> SequenceSpec:
+    log = tuple(range(length))
+    return SequenceSpec(SequenceKey(number, 0), GATEWAY, float(number), log, 1000, (), GREEDY)
+
+
+class Bench:
+    """A table and leased pages for one worker."""
+
+    def __init__(self, pages: int = 200, leased: int | None = None) -> None:
+        self.table = PageTable(memoryview(bytearray(pages * PageTable.BYTES)), pages)
+        self.lease = Lease()
+        self.next = 0
+        self.grant(pages if leased is None else leased)
+
+    def grant(self, count: int) -> None:
+        self.lease.add([self.table.lease(self.next + n, Owner(5, 1)) for n in range(count)])
+        self.next += count
+
+    def plan(self, sequences: list[Sequence], step_tokens: int = 6, decode_slots: int = 8) -> Plan:
+        return plan_step(sequences, self.lease, self.table, BatchLimits(PAGE, decode_slots, step_tokens))
+
+    def run(self, plan: Plan) -> list[PageRef]:
+        """Compute a plan; what it sealed."""
+        sealed: list[PageRef] = []
+        for piece in plan.slices:
+            assert piece.length > 0
+            assert piece.start == piece.sequence.computed, "a gap or a repetition"
+            assert piece.start + piece.length <= len(piece.sequence.pages) * PAGE, "no page under a row"
+            sealed += advance_sequence(piece, self.table, PAGE)
+            if piece.samples:
+                piece.sequence.log.append(0)
+        return sealed
+
+
+def decoding(number: int, length: int, bench: Bench) -> Sequence:
+    """A sequence that was handed over, filled up to its last token."""
+    filler = begin(spec(number, length), 1, ME)
+    while filler.computed < filler.end:
+        bench.run(bench.plan([filler]))
+    return adopt(filler.spec, 2, ME, filler.computed, filler.pages)
+
+
+# ── one sequence ──────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.integers(1, 60), st.integers(1, 70))
+def test_chunks_of_any_size_fill_the_same_positions(length: int, step_tokens: int) -> None:
+    """Rows 0 … P − 2 in order, then P − 1 is the first row that samples."""
+    bench = Bench()
+    sequence = begin(spec(1, length), 1, ME)
+    rows: list[int] = []
+    steps = 0
+    while sequence.computed < sequence.end:
+        plan = bench.plan([sequence], step_tokens)
+        [piece] = plan.slices
+        assert plan.rows == piece.length <= step_tokens
+        assert not piece.samples
+        rows += range(piece.start, piece.start + piece.length)
+        bench.run(plan)
+        steps += 1
+    assert rows == list(range(length - 1))
+    assert steps == -(-(length - 1) // step_tokens)
+    assert len(sequence.pages) == -(-(length - 1) // PAGE), "pages come only as tokens come"
+    assert bench.plan([sequence], step_tokens).slices == ()
+    sequence.move(SequenceEvent.ADOPT)
+    for n in range(5):
+        [piece] = bench.plan([sequence], step_tokens).slices
+        assert (piece.start, piece.length, piece.samples) == (length - 1 + n, 1, True)
+        bench.run(Plan((piece,), 0))
+    assert len(sequence.pages) == -(-(length + 4) // PAGE)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_fill() -> None:
+    bench = Bench()
+    sequence = begin(spec(1, 1), 1, ME)
+    assert bench.plan([sequence]).slices == ()
+    assert sequence.pages == []
+    first = adopt(sequence.spec, 2, ME, 0, ())
+    [piece] = bench.plan([first]).slices
+    assert (piece.start, piece.length, piece.samples) == (0, 1, True)
+
+
+@pytest.mark.parametrize("length", [PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1])
+def test_prompts_at_the_edge_of_a_page(length: int) -> None:
+    bench = Bench()
+    sequence = decoding(1, length, bench)
+    assert len(sequence.pages) == -(-(length - 1) // PAGE)
+    bench.run(bench.plan([sequence]))
+    assert len(sequence.pages) == -(-length // PAGE)
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_pages_are_sealed_once_when_all_their_slots_are_valid(length: int, step_tokens: int) -> None:
+    bench = Bench()
+    sequence = begin(spec(1, length), 7, ME)
+    sealed: list[PageRef] = []
+    while sequence.computed < sequence.end:
+        sealed += bench.run(bench.plan([sequence], step_tokens))
+        assert sealed == sequence.pages[: sequence.computed // PAGE]
+        for block, page in enumerate(sequence.pages):
+            record = bench.table.record(page.index)
+            assert (record.request, record.term, record.block) == (1, 7, block)
+            assert record.valid == min(PAGE, sequence.computed - block * PAGE)
+            assert record.state is (PageState.SEALED if record.valid == PAGE else PageState.OPEN)
+
+
+# ── many sequences ────────────────────────────────────────────────────────────────────────────
+
+
+def test_decode_rows_come_before_prefill_chunks() -> None:
+    bench = Bench()
+    older = begin(spec(1, 20), 1, ME)
+    decoders = [decoding(2, 5, bench), decoding(3, 5, bench)]
+    plan = bench.plan([older, *decoders], step_tokens=6)
+    assert [(piece.sequence.key.request, piece.length, piece.samples) for piece in plan.slices] == [
+        (2, 1, True),
+        (3, 1, True),
+        (1, 4, False),
+    ]
+
+
+def test_prefill_chunks_go_oldest_first() -> None:
+    bench = Bench()
+    sequences = [begin(spec(n, 5), 1, ME) for n in range(3)]
+    plan = bench.plan(sequences, step_tokens=6)
+    assert [(piece.sequence.key.request, piece.length) for piece in plan.slices] == [(0, 4), (1, 2)]
+
+
+def test_no_more_sequences_decode_than_there_are_slots() -> None:
+    bench = Bench()
+    decoders = [decoding(n, 3, bench) for n in range(4)]
+    plan = bench.plan(decoders, decode_slots=2)
+    assert [piece.sequence.key.request for piece in plan.slices] == [0, 1]
+
+
+def test_the_doomed_compute_nothing() -> None:
+    bench = Bench()
+    sequence = begin(spec(1, 9), 1, ME)
+    sequence.doomed = True
+    assert bench.plan([sequence]) == Plan((), 0)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    step_tokens=st.integers(1, 40),
+    grants=st.lists(st.integers(0, 3), max_size=30),
+)
+def test_budget_order_and_pages_whatever_the_supply(
+    lengths: list[int], step_tokens: int, grants: list[int]
+) -> None:
+    """Who has pages goes on, who has none stands still and is counted, and in the end all is filled."""
+    bench = Bench(400, leased=0)
+    sequences = [begin(spec(n, length), 1, ME) for n, length in enumerate(lengths)]
+    for grant in [*grants, *[100]]:
+        bench.grant(grant)
+        held = len(bench.lease)
+        before = {id(sequence): len(sequence.pages) for sequence in sequences}
+        plan = bench.plan(sequences, step_tokens)
+        assert plan.rows <= step_tokens
+        taken = sum(len(sequence.pages) - before[id(sequence)] for sequence in sequences)
+        assert taken == held - len(bench.lease)
+        unfilled = [s for s in sequences if s.computed < s.end]
+        assert not unfilled or plan.slices or plan.missing, "nothing runs and nothing is missing"
+        assert not (plan.missing and len(bench.lease)), "something is missing beside a lease"
+        bench.run(plan)
+    for _ in range(sum(lengths)):
+        bench.run(bench.plan(sequences, step_tokens))
+    assert [sequence.computed for sequence in sequences] == [length - 1 for length in lengths]
+    pages = [page for sequence in sequences for page in sequence.pages]
+    assert len(pages) == len(set(pages))
+
+
+def test_missing_counts_the_pages_for_want_of_which_rows_wait() -> None:
+    bench = Bench(20, leased=1)
+    sequences = [begin(spec(1, 9), 1, ME), begin(spec(2, 6), 1, ME)]
+    plan = bench.plan(sequences, step_tokens=20)
+    assert [(piece.sequence.key.request, piece.length) for piece in plan.slices] == [(1, 4)]
+    assert plan.missing == 1 + 2
+
+
+# ── leases ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_leases_are_used_oldest_first_and_counted_as_consumed() -> None:
+    lease = Lease()
+    pages = [PageRef(0, n, 0) for n in range(5)]
+    lease.add(pages)
+    assert lease.take() == pages[0]
+    assert lease.consumed == 1
+    assert set(lease.give_back(keep=3)) == {pages[4]}
+    assert lease.consumed == 2
+    assert lease.held() == tuple(pages[1:4])
+    assert lease.give_back(keep=9) == ()
+    assert len(lease.give_back(keep=0)) == 3
+    assert (lease.consumed, len(lease)) == (5, 0)
+    with pytest.raises(IndexError):
+        lease.take()
+    assert lease.consumed == 5

@@ -1,0 +1,711 @@
+"""The worker: each page is released once however a sequence ends, and positions go up by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core import Send
+from engine.ids import Incarnation, SequenceKey
+from engine.layout import Owner, PageTable
+from engine.lifecycle import PageState
+from engine.messages import (
+    Cancel,
+    Drain,
+    FencePassed,
+    FenceWanted,
+    HandOver,
+    HandOverAccepted,
+    HandOverRefused,
+    LeaseGranted,
+    LeaseRecall,
+    LeaseReturned,
+    LeaseWanted,
+    Member,
+    PagesDoubted,
+    PagesHeld,
+    PagesReleased,
+    PagesSealed,
+    Roster,
+    SequenceLost,
+    SequenceSpec,
+    StartPrefill,
+    StepTokens,
+    Stop,
+    TermAccepted,
+    WorkerFact,
+)
+from engine.sampling import GREEDY
+from engine.worker import Plan, Worker, WorkerLimits
+
+if TYPE_CHECKING:
+    from engine.shapes import PageRef
+
+PAGE = 4
+ME, OTHER = Incarnation("me", 1), Incarnation("other", 1)
+FRONT, ALLOCATOR, SCHEDULER = (Incarnation(name, 1) for name in ("front", "allocator", "scheduler"))
+KINDS = {
+    "me": "worker",
+    "other": "worker",
+    "front": "gateway",
+    "allocator": "allocator",
+    "scheduler": "scheduler",
+}
+MINE, THEIRS = Owner(5, 1), Owner(6, 1)
+STOP_TOKEN = 99
+PAGES = 60
+
+
+def member(incarnation: Incarnation) -> Member:
+    return Member(incarnation.name, KINDS[incarnation.name], 0, incarnation.epoch, "", True)  # type: ignore[arg-type]
+
+
+def spec_of(number: int, length: int, limit: int = 100) -> SequenceSpec:
+    log = tuple(range(length))
+    return SequenceSpec(SequenceKey(number, 0), FRONT, float(number), log, limit, (STOP_TOKEN,), GREEDY)
+
+
+class Desk:
+    """A worker, the pages of its host, and an allocator that grants what is wanted at once."""
+
+    def __init__(self, role: str = "both", *, supply: bool = True, step_tokens: int = 6) -> None:
+        self.table = PageTable(memoryview(bytearray(PAGES * PageTable.BYTES)), PAGES)
+        limits = WorkerLimits(
+            prefill_slots=8 if role != "decode" else 0,
+            decode_slots=8 if role != "prefill" else 0,
+            step_tokens=step_tokens,
+            page_tokens=PAGE,
+            lease_ahead=2,
+        )
+        self.supply = supply
+        self.granted: set[PageRef] = set()
+        self.adopted: set[PageRef] = set()
+        self.passed_on: set[PageRef] = set()
+        self.freed: Counter[PageRef] = Counter()
+        self.core = Worker(ME, MINE.ordinal, self.table, limits)
+        self.peers([OTHER, FRONT, ALLOCATOR, SCHEDULER])
+
+    # Pages are leased, adopted and freed here as an allocator and a peer would.
+
+    def _lease(self, owner: Owner) -> PageRef:
+        page = next(page for page in range(PAGES) if self.table.state(page) is PageState.FREE)
+        return self.table.lease(page, owner)
+
+    def grant(self, count: int) -> None:
+        pages = tuple(self._lease(MINE) for _ in range(count))
+        self.granted |= set(pages)
+        self.core.handle(ALLOCATOR, LeaseGranted(pages), 0.0)
+
+    def filled_by_other(self, number: int, filled: int, term: int) -> tuple[PageRef, ...]:
+        pages = tuple(self._lease(THEIRS) for _ in range(-(-filled // PAGE)))
+        for block, page in enumerate(pages):
+            self.table.open(page.index, number, 0, term, block)
+            valid = min(PAGE, filled - block * PAGE)
+            self.table.fill(page.index, valid)
+            if valid == PAGE:
+                self.table.seal(page.index)
+        return pages
+
+    def act(self, sends: list[Send]) -> list[Send]:
+        for send in sends:
+            match send.message:
+                case PagesReleased(pages=pages) | LeaseReturned(pages=pages):
+                    for page in pages:
+                        self.freed[page] += 1
+                        assert self.freed[page] == 1, "released twice"
+                        assert self.table.is_current(page)
+                        assert page not in self.passed_on, "released what is another's"
+                        self.table.free(page.index)
+        self.core.check()
+        for send in sends:
+            if self.supply and isinstance(send.message, LeaseWanted):
+                wanted = send.message
+                self.grant(max(0, wanted.ahead - len(self.core.lease)))
+        return sends
+
+    def peers(self, up: list[Incarnation], down: list[Incarnation] | None = None) -> list[Send]:
+        return self.act(self.core.peers([member(one) for one in up], down or [], 0.0))
+
+    def tell(self, source: Incarnation, message: object) -> list[Send]:
+        return self.act(self.core.handle(source, message, 0.0))  # type: ignore[arg-type]
+
+    def start(
+        self, number: int = 1, length: int = 6, *, term: int = 1, decode: Incarnation = ME, limit: int = 100
+    ) -> list[Send]:
+        return self.tell(FRONT, StartPrefill(term, spec_of(number, length, limit), decode))
+
+    def hand_over(self, number: int = 1, length: int = 6, *, term: int = 2, limit: int = 100) -> list[Send]:
+        pages = self.filled_by_other(number, length - 1, term - 1)
+        sends = self.tell(OTHER, HandOver(term, spec_of(number, length, limit), length - 1, pages))
+        if sent(sends, HandOverAccepted):
+            self.adopted |= set(pages)
+        return sends
+
+    def plan(self) -> Plan | None:
+        plan, sends = self.core.plan()
+        self.act(sends)
+        return plan
+
+    def complete(self, plan: Plan, token: int = 3) -> list[Send]:
+        return self.act(self.core.complete(plan, [token for piece in plan.slices if piece.samples], 0.0))
+
+    def step(self, token: int = 3) -> list[Send]:
+        """One step, after the lease for it came."""
+        for _ in range(3):
+            plan = self.plan()
+            if plan is not None:
+                return self.complete(plan, token)
+        raise AssertionError("nothing to compute")
+
+    def all_is_released(self) -> None:
+        """Idle, it holds nothing, and everything it ever had went back or on, once."""
+        assert self.plan() is None
+        assert len(self.core.lease) == 0
+        assert not self.core.sequences
+        assert set(self.freed) == (self.granted | self.adopted) - self.passed_on
+
+
+def sent(sends: list[Send], kind: type) -> list[object]:
+    return [send.message for send in sends if isinstance(send.message, kind)]
+
+
+KEY = SequenceKey(1, 0)
+
+
+# ── a life ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_says_what_may_be_placed_here_and_what_it_holds() -> None:
+    desk = Desk("prefill")
+    desk.start(decode=OTHER)
+    desk.plan()
+    sends = desk.peers([Incarnation("scheduler", 2), Incarnation("allocator", 2)])
+    assert sent(sends, WorkerFact) == [WorkerFact(8, 0)]
+    [held] = sent(sends, PagesHeld)
+    assert isinstance(held, PagesHeld)
+    used = [page for sequence in desk.core.sequences for page in sequence.pages]
+    assert (set(held.leased), set(held.used)) == (set(desk.core.lease.held()), set(used))
+    assert held.consumed == desk.core.lease.consumed
+
+
+def test_a_worker_that_decodes_what_it_filled() -> None:
+    desk = Desk()
+    desk.start(length=6, limit=9)
+    assert sent(desk.step(), TermAccepted) == [TermAccepted(KEY, 2)]
+    positions, finishes = [], []
+    for _ in range(3):
+        [step] = sent(desk.step(), StepTokens)
+        assert isinstance(step, StepTokens)
+        [row] = step.rows
+        assert (row.key, row.term, row.token) == (KEY, 2, 3)
+        positions.append(row.position)
+        finishes.append(row.finish)
+    assert (positions, finishes) == ([6, 7, 8], [None, None, "length"])
+    desk.all_is_released()
+
+
+def test_a_stop_token_ends_a_sequence() -> None:
+    desk = Desk()
+    desk.start()
+    desk.step()
+    [step] = sent(desk.step(STOP_TOKEN), StepTokens)
+    assert isinstance(step, StepTokens)
+    assert step.rows[0].finish == "stop"
+    desk.all_is_released()
+
+
+def test_a_prompt_of_one_token_is_accepted_at_once() -> None:
+    desk = Desk()
+    assert sent(desk.start(length=1), TermAccepted) == [TermAccepted(KEY, 2)]
+    [step] = sent(desk.step(STOP_TOKEN), StepTokens)
+    assert isinstance(step, StepTokens)
+    assert step.rows[0].position == 1
+    desk.all_is_released()
+
+
+def test_a_prompt_of_one_token_is_handed_over_without_pages() -> None:
+    desk = Desk("prefill")
+    [message] = sent(desk.start(length=1, decode=OTHER), HandOver)
+    assert isinstance(message, HandOver)
+    assert (message.filled, message.pages) == (0, ())
+    desk = Desk("decode")
+    assert sent(desk.hand_over(length=1), HandOverAccepted)
+    desk.step(STOP_TOKEN)
+    desk.all_is_released()
+
+
+@pytest.mark.parametrize("length", [PAGE, PAGE + 1, 2 * PAGE + 1])
+def test_a_hand_over_carries_the_block_table_and_costs_no_page(length: int) -> None:
+    desk = Desk("prefill", step_tokens=100)
+    desk.start(length=length, decode=OTHER)
+    sends = desk.step()
+    [message] = sent(sends, HandOver)
+    assert isinstance(message, HandOver)
+    assert (message.term, message.filled, len(message.pages)) == (2, length - 1, -(-(length - 1) // PAGE))
+    assert len(sent(sends, PagesSealed)) == (length > PAGE)
+    desk.passed_on |= set(message.pages)
+    assert desk.tell(OTHER, HandOverAccepted(KEY, 2)) == []
+    desk.all_is_released()
+
+
+def test_metadata_is_published_before_the_token_that_depends_on_it() -> None:
+    desk = Desk()
+    desk.start(length=PAGE)
+    desk.step()
+    plan = desk.plan()
+    assert plan is not None
+    page = plan.slices[0].sequence.pages[0]
+    assert desk.table.record(page.index).valid == PAGE - 1
+    desk.complete(plan)
+    assert desk.table.record(page.index).valid == PAGE
+    assert desk.table.state(page.index) is PageState.SEALED
+
+
+def test_tokens_of_one_step_go_to_each_gateway_in_one_message() -> None:
+    desk = Desk()
+    for number in range(3):
+        desk.start(number, length=1)
+    [step] = sent(desk.step(), StepTokens)
+    assert isinstance(step, StepTokens)
+    assert [row.key.request for row in step.rows] == [0, 1, 2]
+
+
+def test_a_row_at_fault_ends_its_sequence_and_no_other() -> None:
+    desk = Desk()
+    desk.start(1, length=1)
+    desk.start(2, length=1)
+    desk.grant(2)
+    plan = desk.plan()
+    assert plan is not None
+    sends = desk.act(desk.core.complete(plan, [-1, 7], 0.0))
+    [lost] = sent(sends, SequenceLost)
+    assert isinstance(lost, SequenceLost)
+    assert (lost.key.request, lost.term, lost.reason) == (1, 2, "fault")
+    [step] = sent(sends, StepTokens)
+    assert isinstance(step, StepTokens)
+    assert [row.key.request for row in step.rows] == [2]
+    desk.tell(FRONT, Cancel(SequenceKey(2, 0), 2))
+    desk.all_is_released()
+
+
+# ── cancels ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_cancel_between_steps_releases_at_once(steps: int) -> None:
+    desk = Desk(step_tokens=3)
+    desk.start()
+    for _ in range(steps):
+        desk.step()
+    desk.tell(FRONT, Cancel(KEY, 9))
+    desk.all_is_released()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_cancel_while_a_step_runs_waits_for_its_rows(steps: int) -> None:
+    desk = Desk(step_tokens=3)
+    desk.grant(4)
+    desk.start()
+    for _ in range(steps):
+        desk.step()
+    plan = desk.plan()
+    assert plan is not None
+    used = set(plan.slices[0].sequence.pages)
+    assert desk.tell(FRONT, Cancel(KEY, 9)) == []
+    assert desk.tell(FRONT, Cancel(KEY, 9)) == [], "said again, it changes nothing"
+    assert used.isdisjoint(desk.freed)
+    sends = desk.complete(plan)
+    assert not sent(sends, StepTokens)
+    assert not sent(sends, TermAccepted)
+    assert used <= set(desk.freed)
+    desk.all_is_released()
+
+
+@pytest.mark.parametrize(("key", "term"), [(SequenceKey(7, 0), 9), (SequenceKey(1, 1), 9), (KEY, 0)])
+def test_a_cancel_of_something_else_or_of_an_older_term_is_ignored(key: SequenceKey, term: int) -> None:
+    desk = Desk()
+    desk.start()
+    assert desk.tell(FRONT, Cancel(key, term)) == []
+    assert len(desk.core.sequences) == 1
+
+
+def test_a_later_term_replaces_an_earlier_one_and_never_the_other_way() -> None:
+    desk = Desk()
+    desk.start(term=1)
+    desk.step()
+    desk.start(term=4)
+    assert [sequence.term for sequence in desk.core.sequences] == [4]
+    for late in (1, 3, 4):
+        assert desk.start(term=late) == []
+    assert [sequence.term for sequence in desk.core.sequences] == [4]
+    desk.tell(FRONT, Cancel(KEY, 4))
+    desk.all_is_released()
+
+
+def test_a_later_term_may_start_while_the_earlier_one_runs() -> None:
+    desk = Desk()
+    desk.grant(2)
+    desk.start(term=1)
+    plan = desk.plan()
+    assert plan is not None
+    desk.start(term=4)
+    desk.complete(plan)
+    assert [sequence.term for sequence in desk.core.sequences] == [4]
+    desk.tell(FRONT, Cancel(KEY, 5))
+    desk.all_is_released()
+
+
+def test_who_gives_way_without_a_page_says_that_it_wants_none() -> None:
+    """The allocator waits for what is given back; without a word it would wait for ever."""
+    desk = Desk(supply=False)
+    desk.start()
+    assert desk.plan() is None
+    desk.tell(FRONT, Cancel(KEY, 9))
+    _, sends = desk.core.plan()
+    assert sent(sends, LeaseWanted) == [LeaseWanted(0, 0, 0)]
+    assert desk.core.plan() == (None, []), "once"
+    desk.start(2)
+    desk.start(3)
+    desk.plan()
+    desk.tell(FRONT, Cancel(SequenceKey(3, 0), 9))
+    _, sends = desk.core.plan()
+    assert len(sent(sends, LeaseWanted)) == 1
+
+
+# ── hand-overs ────────────────────────────────────────────────────────────────────────────────
+
+
+def offered() -> tuple[Desk, HandOver]:
+    desk = Desk("prefill")
+    desk.start(decode=OTHER)
+    [message] = sent(desk.step(), HandOver)
+    assert isinstance(message, HandOver)
+    return desk, message
+
+
+def test_a_refused_hand_over_releases_and_tells_the_gateway() -> None:
+    desk, _ = offered()
+    sends = desk.tell(OTHER, HandOverRefused(KEY, 2, "full"))
+    assert sent(sends, SequenceLost) == [SequenceLost(KEY, 1, "refused", "full")]
+    assert desk.tell(OTHER, HandOverRefused(KEY, 2, "full")) == []
+    desk.all_is_released()
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_an_abort_between_offer_and_answer_frees_once(accepted: bool) -> None:
+    """Field report 6: the other side may have the pages already, so they stay until it has answered."""
+    desk, message = offered()
+    assert desk.tell(FRONT, Cancel(KEY, 9)) == []
+    assert not set(message.pages) & set(desk.freed)
+    if accepted:
+        desk.passed_on |= set(message.pages)
+        assert desk.tell(OTHER, HandOverAccepted(KEY, 2)) == []
+    else:
+        desk.tell(OTHER, HandOverRefused(KEY, 2, "x"))
+        assert set(message.pages) <= set(desk.freed)
+    desk.all_is_released()
+
+
+def test_the_death_of_the_decode_worker_releases_what_was_offered() -> None:
+    desk, _ = offered()
+    desk.peers([], [OTHER])
+    desk.all_is_released()
+
+
+def test_a_fence_counts_as_the_death_and_is_passed_at_once() -> None:
+    desk, _ = offered()
+    sends = desk.tell(ALLOCATOR, FenceWanted(OTHER))
+    assert sends[-1] == Send(ALLOCATOR, FencePassed(OTHER))
+    desk.all_is_released()
+
+
+@pytest.mark.parametrize("how", ["fenced", "dead", "fenced, then dead"])
+def test_nothing_is_adopted_from_the_dead(how: str) -> None:
+    """What it adopted after the fence would be freed under it."""
+    desk = Desk("decode")
+    if "fenced" in how:
+        desk.tell(ALLOCATOR, FenceWanted(OTHER))
+    if "dead" in how:
+        desk.peers([], [OTHER])
+    assert desk.hand_over() == []
+    assert not desk.core.sequences
+
+
+def test_a_decode_worker_that_is_not_known_is_refused_at_the_offer() -> None:
+    desk = Desk("prefill")
+    desk.start(decode=Incarnation("other", 2))
+    sends = desk.step()
+    assert not sent(sends, HandOver)
+    [lost] = sent(sends, SequenceLost)
+    assert isinstance(lost, SequenceLost)
+    assert (lost.term, lost.reason) == (1, "refused")
+    desk.all_is_released()
+
+
+def test_an_answer_of_somebody_else_or_to_another_term_is_ignored() -> None:
+    desk, _ = offered()
+    for source, term in ((FRONT, 2), (OTHER, 1), (OTHER, 3)):
+        assert desk.tell(source, HandOverAccepted(KEY, term)) == []
+        assert desk.tell(source, HandOverRefused(KEY, term, "x")) == []
+    assert len(desk.core.sequences) == 1
+
+
+def test_a_hand_over_is_taken_with_its_pages() -> None:
+    desk = Desk("decode")
+    sends = desk.hand_over(length=6)
+    assert sends == [Send(OTHER, HandOverAccepted(KEY, 2)), Send(FRONT, TermAccepted(KEY, 2))]
+    for page in desk.adopted:
+        record = desk.table.record(page.index)
+        assert (record.owner, record.term) == (MINE, 2)
+    [step] = sent(desk.step(STOP_TOKEN), StepTokens)
+    assert isinstance(step, StepTokens)
+    assert step.rows[0].position == 6
+    desk.all_is_released()
+
+
+def test_a_hand_over_said_twice_is_taken_once() -> None:
+    desk = Desk("decode")
+    desk.hand_over()
+    assert sent(desk.hand_over(), HandOverRefused)
+    assert len(desk.core.sequences) == 1
+
+
+@pytest.mark.parametrize("wrong", ["gateway", "role", "count", "generation", "state"])
+def test_a_hand_over_that_cannot_be_is_refused_and_nothing_is_touched(wrong: str) -> None:
+    desk = Desk("prefill" if wrong == "role" else "decode")
+    pages = desk.filled_by_other(1, 5, 1)
+    if wrong == "gateway":
+        desk.peers([], [FRONT])
+    elif wrong == "count":
+        pages = pages[:1]
+    elif wrong == "generation":
+        desk.table.free(pages[1].index)
+    elif wrong == "state":
+        desk.table.free(pages[1].index)
+        pages = (pages[0], desk.table.lease(pages[1].index, THEIRS))
+    sends = desk.tell(OTHER, HandOver(2, spec_of(1, 6), 5, pages))
+    assert len(sent(sends, HandOverRefused)) == len(sends) == 1
+    assert desk.table.owner(pages[0].index) == THEIRS
+    assert not desk.core.sequences
+
+
+def test_the_death_of_its_gateway_ends_a_sequence() -> None:
+    desk = Desk()
+    desk.grant(2)
+    desk.start(1)
+    desk.start(2, decode=OTHER)
+    desk.step()
+    plan = desk.plan()
+    desk.peers([], [FRONT])
+    if plan is not None:
+        desk.complete(plan)
+    # What was offered waits for its answer.
+    for sequence in desk.core.sequences:
+        desk.tell(OTHER, HandOverRefused(sequence.key, sequence.term + 1, "its gateway is gone"))
+    desk.all_is_released()
+
+
+# ── leases ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_idle_worker_holds_no_page_and_says_so_once() -> None:
+    desk = Desk(supply=False)
+    desk.core.plan()
+    desk.grant(3)
+    _, sends = desk.core.plan()
+    [returned] = sent(sends, LeaseReturned)
+    assert isinstance(returned, LeaseReturned)
+    assert (len(returned.pages), returned.consumed, returned.ahead) == (3, 3, 0)
+    assert desk.core.plan() == (None, [])
+
+
+def test_the_same_want_is_not_said_twice() -> None:
+    desk = Desk(supply=False)
+    desk.start(length=6)
+    _, sends = desk.core.plan()
+    assert sent(sends, LeaseWanted) == [LeaseWanted(0, 2 + 2, 2)]
+    assert desk.core.plan() == (None, [])
+    desk.grant(1)
+    plan, sends = desk.core.plan()
+    assert plan is not None
+    assert sent(sends, LeaseWanted) == [LeaseWanted(1, 2 + 1, 1)]
+
+
+def test_a_recall_returns_all_but_what_somebody_stands_still_for() -> None:
+    desk = Desk(supply=False)
+    desk.start(length=6)
+    desk.core.plan()
+    desk.grant(5)
+    [returned] = sent(desk.tell(ALLOCATOR, LeaseRecall()), LeaseReturned)
+    assert isinstance(returned, LeaseReturned)
+    assert (len(returned.pages), returned.consumed, returned.ahead) == (3, 3, 2)
+    assert len(desk.core.lease) == 2
+    assert desk.plan() is not None
+
+
+def test_a_doubted_page_is_released_unless_it_is_held() -> None:
+    desk = Desk(supply=False)
+    desk.grant(4)
+    desk.start(length=6)
+    desk.plan()
+    lost = desk._lease(MINE)
+    desk.granted.add(lost)
+    held = (*desk.core.lease.held(), *(page for s in desk.core.sequences for page in s.pages))
+    assert len(held) == 4
+    assert sent(desk.tell(ALLOCATOR, PagesDoubted((*held, lost))), PagesReleased) == [PagesReleased((lost,))]
+
+
+def test_a_step_is_completed_once_and_not_planned_twice() -> None:
+    desk = Desk()
+    desk.grant(2)
+    desk.start()
+    plan = desk.plan()
+    assert plan is not None
+    with pytest.raises(AssertionError, match="a step is running"):
+        desk.core.plan()
+    desk.complete(plan)
+    with pytest.raises(AssertionError, match="not the step"):
+        desk.core.complete(plan, [], 0.0)
+
+
+@pytest.mark.parametrize("message", [Drain(), Stop(), Roster((1, 1), ())])
+def test_what_is_the_shells_own_changes_nothing(message: Drain | Stop | Roster) -> None:
+    assert Desk().tell(FRONT, message) == []
+
+
+# ── anything, in any order ────────────────────────────────────────────────────────────────────
+
+
+class Machine(RuleBasedStateMachine):
+    """Prefills, hand-overs in both directions, cancels, faults, deaths and recalls around running steps."""
+
+    @initialize(role=st.sampled_from(["prefill", "decode", "both"]), step_tokens=st.integers(1, 12))
+    def begin(self, role: str, step_tokens: int) -> None:
+        self.desk = Desk(role, step_tokens=step_tokens)
+        self.role = role
+        self.number = 0
+        self.running: Plan | None = None
+        self.offers: dict[tuple[SequenceKey, int], HandOver] = {}
+        self.positions: dict[tuple[SequenceKey, int], int] = {}
+        self.other_alive = True
+
+    def note(self, sends: list[Send]) -> list[Send]:
+        for send in sends:
+            match send.message:
+                case HandOver() as message:
+                    assert send.to == OTHER
+                    self.offers[message.spec.key, message.term] = message
+                case StepTokens(rows=rows):
+                    for row in rows:
+                        expected = self.positions.get((row.key, row.term))
+                        assert expected in (None, row.position), "a position was left out or repeated"
+                        self.positions[row.key, row.term] = row.position + 1
+        return sends
+
+    @rule(length=st.integers(1, 14), here=st.booleans())
+    def start(self, length: int, here: bool) -> None:
+        self.number += 1
+        decode = ME if here and self.role == "both" else OTHER
+        self.note(self.desk.start(self.number, length, decode=decode, limit=length + 4))
+
+    @rule(length=st.integers(1, 10))
+    def receive(self, length: int) -> None:
+        if self.other_alive:
+            self.number += 1
+            self.note(self.desk.hand_over(self.number, length, limit=length + 4))
+
+    @rule()
+    def plan(self) -> None:
+        if self.running is None:
+            self.running = self.desk.plan()
+            if self.running is not None:
+                assert 0 < self.running.rows <= self.desk.core.limits.step_tokens
+
+    @precondition(lambda self: self.running is not None)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        plan, self.running = self.running, None
+        assert plan is not None
+        tokens = [
+            data.draw(st.sampled_from([3, 3, 3, 3, STOP_TOKEN, -1])) for piece in plan.slices if piece.samples
+        ]
+        self.note(self.desk.act(self.desk.core.complete(plan, tokens, 0.0)))
+
+    @precondition(lambda self: self.number)
+    @rule(data=st.data(), term=st.integers(0, 4))
+    def cancel(self, data: st.DataObject, term: int) -> None:
+        number = data.draw(st.integers(1, self.number))
+        self.note(self.desk.tell(FRONT, Cancel(SequenceKey(number, 0), term)))
+
+    @precondition(lambda self: self.offers and self.other_alive)
+    @rule(data=st.data(), accept=st.booleans())
+    def answer(self, data: st.DataObject, accept: bool) -> None:
+        key, term = data.draw(st.sampled_from(sorted(self.offers)))
+        message = self.offers.pop((key, term))
+        if accept:
+            self.desk.passed_on |= set(message.pages)
+            for page in message.pages:
+                self.desk.table.adopt(page.index, THEIRS, term)
+            assert self.note(self.desk.tell(OTHER, HandOverAccepted(key, term))) == []
+        else:
+            self.note(self.desk.tell(OTHER, HandOverRefused(key, term, "x")))
+
+    @rule(fence=st.booleans())
+    def other_dies_or_lives(self, fence: bool) -> None:
+        if self.other_alive:
+            if fence:
+                self.note(self.desk.tell(ALLOCATOR, FenceWanted(OTHER)))
+            self.note(self.desk.peers([], [OTHER]))
+            self.offers.clear()
+        else:
+            self.note(self.desk.peers([OTHER]))
+        self.other_alive = not self.other_alive
+
+    @rule()
+    def gateway_restarts(self) -> None:
+        self.note(self.desk.peers([FRONT], [FRONT]))
+
+    @rule()
+    def recall(self) -> None:
+        self.note(self.desk.tell(ALLOCATOR, LeaseRecall()))
+
+    @rule()
+    def allocator_restarts(self) -> None:
+        mine = {*self.desk.granted, *self.desk.adopted} - set(self.desk.freed) - self.desk.passed_on
+        sends = self.note(self.desk.peers([ALLOCATOR], [ALLOCATOR]))
+        [held] = sent(sends, PagesHeld)
+        assert isinstance(held, PagesHeld)
+        offered = {page for message in self.offers.values() for page in message.pages}
+        assert {*held.leased, *held.used} | offered >= mine
+
+    @invariant()
+    def it_is_sound(self) -> None:
+        if hasattr(self, "desk"):
+            self.desk.core.check()
+
+    def teardown(self) -> None:
+        """When all is answered and cancelled, every page went back or on, once."""
+        if not hasattr(self, "desk"):
+            return
+        if self.running is not None:
+            self.desk.complete(self.running)
+        for number in range(1, self.number + 1):
+            self.note(self.desk.tell(FRONT, Cancel(SequenceKey(number, 0), 99)))
+        for key, term in list(self.offers):
+            self.desk.tell(OTHER, HandOverRefused(key, term, "x"))
+        self.desk.all_is_released()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+)
