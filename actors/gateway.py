@@ -19,7 +19,7 @@ from engine.detokenizer import StopFilter
 from engine.ids import request_name
 from engine.layout import TokenLogArena
 from engine.ledger import Closed, Committed, Ledger, LedgerFull
-from engine.messages import Drained
+from engine.messages import Drained, Place, Preempt, SequenceLost, TermAccepted
 from engine.model import ModelConfig, read_config
 from engine.text import TextCodec
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from engine.messages import Member, Message, ToGateway
 
 log = structlog.get_logger()
+
+GAP_S = 1.0
+"""A pause between two tokens of a stream that is worth a line in the log."""
 
 STALL_S = 30.0
 """With requests open and no token for so long, the system is not ready."""
@@ -60,6 +63,7 @@ class GatewaySession:
         self._news = trio.Event()
         self._tokens = 0
         self._opened = now
+        self._last_token = now
 
     @property
     def request_id(self) -> str:
@@ -93,6 +97,14 @@ class GatewaySession:
 
     def push(self, token: int) -> bool:
         """Take a committed token; True when a stop string was hit."""
+        now = trio.current_time()
+        if self._tokens == 0:
+            seconds = round(now - self._opened, 4)
+            log.info("first_token_committed", request_id=self.request_id, seconds=seconds)
+        elif now - self._last_token > GAP_S:
+            gap = round(now - self._last_token, 4)
+            log.info("token_gap_seen", request_id=self.request_id, after=self._tokens, seconds=gap)
+        self._last_token = now
         self._tokens += 1
         text, hit = self._stops.push(self._detokenizer.push(token))
         if text:
@@ -262,9 +274,28 @@ class GatewayActor(Actor):
             await self._door_closed.wait()
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
+        for entry in self.core.entries:
+            if lost := entry.holders & set(down):
+                dead = ", ".join(map(str, sorted(lost)))
+                log.warning("request_taken_back", request_id=request_name(entry.key.request), dead=dead)
         self._apply(self.core.peers(up, down, now))
 
     def handle(self, source: Incarnation, message: Message, now: float) -> None:
+        match message:
+            case Place(key=key, prefill=prefill, decode=decode):
+                log.info(
+                    "request_placed",
+                    request_id=request_name(key.request),
+                    prefill=str(prefill),
+                    decode=str(decode),
+                )
+            case TermAccepted(key=key, term=term):
+                log.info("request_handed_over", request_id=request_name(key.request), term=term)
+            case Preempt(key=key, term=term):
+                log.info("request_preempted", request_id=request_name(key.request), term=term)
+            case SequenceLost(key=key, reason=reason, detail=detail):
+                name = request_name(key.request)
+                log.warning("sequence_lost", request_id=name, by=str(source), reason=reason, detail=detail)
         self._apply(self.core.handle(source, cast("ToGateway", message), now))
 
     def check(self) -> None:
