@@ -169,13 +169,13 @@ class Allocator:
         return Owner(self._ordinals[worker.name], worker.epoch)
 
     def _put_back(self, page: int) -> None:
+        self._doubted.discard(self.table.ref(page))
         self.table.free(page)
         self._free.append(page)
         self._exhausted_told = False
 
     def _release(self, source: Incarnation, pages: tuple[PageRef, ...]) -> None:
         owner = self._owner(source)
-        self._doubted.difference_update(pages)
         for ref in pages:
             if (
                 self.table.is_current(ref)

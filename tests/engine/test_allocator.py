@@ -312,7 +312,9 @@ def test_a_restarted_allocator_finds_every_page_again() -> None:
     assert not table.is_current(orphan)
     sends = core.handle(A, PagesHeld(held[:1], held[1:3], 2), 0.0)
     assert sends == [Send(A, PagesDoubted(held[3:]))]
+    assert core._doubted == set(held[3:])
     core.handle(A, PagesReleased(held[3:]), 0.0)
+    assert not core._doubted
     core.check()
     assert core.statistics()["pages_free"] == 5
     core.handle(A, LeaseWanted(2, 1, 0), 0.0)

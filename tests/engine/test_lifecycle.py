@@ -107,6 +107,11 @@ def test_a_request_can_be_given_up_in_every_state_but_the_last() -> None:
             assert advance(REQUEST, state, event) is RequestState.ENDED
 
 
+def test_a_request_can_be_lost_wherever_a_worker_has_it() -> None:
+    for state in (RequestState.PREFILLING, RequestState.DECODING):
+        assert advance(REQUEST, state, RequestEvent.LOST) is RequestState.WAITING
+
+
 def test_a_sequence_can_be_dropped_in_every_state_but_the_last() -> None:
     for state in set(SequenceState) - {SequenceState.GONE}:
         assert advance(SEQUENCE, state, SequenceEvent.DROP) is SequenceState.GONE

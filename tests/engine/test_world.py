@@ -62,6 +62,32 @@ def test_any_actor_may_die_at_any_moment(victim: str, moment: int) -> None:
         assert world.logs[key] == expected((n, n + 1, n + 2, n + 3, n + 4), 20)
 
 
+@pytest.mark.parametrize("topology", ROLES)
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_pool_hardly_larger_than_one_request_never_stands_still(topology: str, kills: bool) -> None:
+    """Field report 23: whoever gives way, and for however little, somebody always goes on."""
+    for seed in range(40):
+        order = random.Random(f"{topology} {kills} {seed}")
+        world = World(ROLES[topology], pages=order.choice([6, 7, 8, 9]))
+        for _ in range(300):
+            chance = order.random()
+            dead = sorted(set(world.names) - set(world.alive))
+            if chance < 0.05:
+                world.submit(tuple(range(order.randint(1, 8))), order.randint(9, 24))
+            elif chance < 0.06 and world.open:
+                world.cancel(order.choice(sorted(world.open)))
+            elif chance < 0.07 and kills and world.alive:
+                world.kill(order.choice(sorted(world.alive)))
+            elif chance < 0.10 and dead:
+                world.start(order.choice(dead))
+            elif chance < 0.6 and (choices := world.deliverable()):
+                world.deliver(order.choice(choices))
+            else:
+                name = order.choice(sorted(world.roles))
+                world.end_step(name) or world.begin_step(name)
+        world.settle(3000)
+
+
 class Chaos(RuleBasedStateMachine):
     """Anything, in any order."""
 
