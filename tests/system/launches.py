@@ -191,15 +191,20 @@ class Launch:
         assert self.process.poll() is not None, "the launcher still runs"
         began = time.monotonic()
         wait_until(lambda: not observe.tagged(self.tag), within, "every process is gone")
-        wait_until(lambda: not self.leftovers(), within, f"{self.leftovers()} are gone")
+        wait_until(lambda: not self.leftovers(), within, "sockets and ready files are gone")
         took = time.monotonic() - began
-        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-            assert not observe.shared_memory(pid) & self._memory, f"process {pid} holds its shared memory"
+        # The kernel takes a dying process's environment away before its descriptors.
+        wait_until(lambda: not self.holders(), within, "nobody holds its shared memory")
         for path in self.base.rglob("*.jsonl"):
             lines = path.read_bytes().splitlines()
             # Only a SIGKILL in the middle of a write may cut the last one.
             assert all(isinstance(json.loads(line), dict) for line in lines[:-1]), path
         return took
+
+    def holders(self) -> list[int]:
+        """Processes that hold the launch's shared memory, whosever they are."""
+        everybody = (int(name) for name in os.listdir("/proc") if name.isdigit())
+        return [pid for pid in everybody if observe.shared_memory(pid) & self._memory]
 
     def leftovers(self) -> list[Path]:
         """Sockets and ready files under the launch's own folder."""
