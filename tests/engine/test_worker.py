@@ -58,7 +58,7 @@ KINDS = {
 }
 MINE, THEIRS = Owner(5, 1), Owner(6, 1)
 STOP_TOKEN = 99
-PAGES = 60
+PAGES = 500
 
 
 def member(incarnation: Incarnation) -> Member:
