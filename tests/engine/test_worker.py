@@ -694,7 +694,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "desk"):
             return
         if self.running is not None:
-            self.desk.complete(self.running)
+            self.note(self.desk.complete(self.running))
         for number in range(1, self.number + 1):
             self.note(self.desk.tell(FRONT, Cancel(SequenceKey(number, 0), 99)))
         for key, term in list(self.offers):
