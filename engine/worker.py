@@ -133,7 +133,8 @@ class Worker:
                 return []
             case LeaseRecall():
                 self._lease_said = None
-                return [self._return_leases(source, self.limits.lease_ahead, keep=self._missing)]
+                ahead = self.limits.lease_ahead + self._missing
+                return [self._return_leases(source, ahead, keep=self._missing)]
             case PagesDoubted():
                 held = {*self.lease.held(), *self._used()}
                 return self._released([page for page in message.pages if page not in held])
@@ -357,7 +358,7 @@ class Worker:
         self._lease_said = None
         return [
             Send(allocator, PagesHeld(self.lease.held(), self._used(), self.lease.consumed)),
-            *(self._want_leases(0) if self._sequences else ()),
+            *(self._want_leases(self._missing) if self._sequences else ()),
         ]
 
     def _go_idle(self) -> list[Send]:

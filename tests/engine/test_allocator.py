@@ -421,7 +421,7 @@ class Machine(RuleBasedStateMachine):
             if isinstance(message, LeaseRecall):
                 assert isinstance(worker, Incarnation)
                 self.receive(worker)
-                self.give_back(worker, ahead=2)
+                self.give_back(worker, ahead=2 + self.workers[worker].need)
             elif isinstance(message, PagesDoubted):
                 assert isinstance(worker, Incarnation)
                 holder = self.workers[worker]
@@ -590,8 +590,11 @@ class Machine(RuleBasedStateMachine):
         for worker, dead in sorted(self.fences):
             self.fences.discard((worker, dead))
             self.tell(worker, FencePassed(dead))
-        for worker in sorted(self.workers):
-            self.tell(worker, LeaseWanted(self.workers[worker].consumed, 0, 0))
+        # Twice: while some still starve, others are asked for leases and want new ones.
+        for worker in 2 * sorted(self.workers):
+            holder = self.workers[worker]
+            holder.said_consumed, holder.need, self.told = holder.consumed, 0, False
+            self.tell(worker, LeaseWanted(holder.consumed, 0, 0))
         for worker, holder in self.workers.items():
             self.receive(worker)
             pages, holder.used = tuple(holder.used), []
