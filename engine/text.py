@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from engine.chat_template import ChatTemplate, TemplateError
 from engine.detokenizer import Detokenizer, StopFilter
@@ -63,12 +63,9 @@ class TextCodec:
         self._beginnings = {text[:end] for text in self._control for end in range(1, len(text))}
         self._longest = max(map(len, self._control), default=0)
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
-        normalizer = tokenizer.normalizer
-        self._drop_first_space = (
-            not self._byte_level
-            and normalizer is not None
-            and normalizer.normalize_str("x").startswith(SENTENCE_PIECE_SPACE)
-        )
+        self._inner = _without_prefix(tokenizer)
+        letter = tokenizer.encode("x", add_special_tokens=False).tokens
+        self._drop_first_space = not self._byte_level and "".join(letter).startswith(SENTENCE_PIECE_SPACE)
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -135,19 +132,21 @@ class TextCodec:
         fold = self.detokenizer()
         return "".join([*map(fold.push, tokens), fold.finish()])
 
-    def _plain(self, text: str) -> list[int]:
+    def _plain(self, text: str, *, first: bool = True) -> list[int]:
+        """Without control tokens; `first`: nothing stands before it, not even a control token."""
         # The batch call releases the GIL; the single one holds it for 1.3 s on 2 MB of text.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
+        tokenizer = self._tokenizer if first else self._inner
+        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
 
     def _with_controls(self, text: str, guard: str) -> list[int]:
         """Tokens of a text whose control tokens count, except where a guard divides them."""
         tokens: list[int] = []
         position = 0
         for match in self._control_text.finditer(text):
-            tokens += self._plain(text[position : match.start()].replace(guard, ""))
+            tokens += self._plain(text[position : match.start()].replace(guard, ""), first=position == 0)
             tokens.append(self._control[match[0]])
             position = match.end()
-        return tokens + self._plain(text[position:].replace(guard, ""))
+        return tokens + self._plain(text[position:].replace(guard, ""), first=position == 0)
 
     def _guarded(self, value: Any, guard: str) -> Any:
         """The same value with all texts in it guarded."""
@@ -188,6 +187,17 @@ class TextCodec:
         if byte := _BYTE_TOKEN.fullmatch(text):
             return bytes([int(byte[1], 16)])
         return text.replace(SENTENCE_PIECE_SPACE, " ").encode()
+
+
+def _without_prefix(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokeniser for text behind a control token: SentencePiece's newer form gives it no leading space."""
+    pre = tokenizer.pre_tokenizer
+    if not (isinstance(pre, pre_tokenizers.Metaspace) and pre.prepend_scheme == "first"):
+        return tokenizer
+    inner = Tokenizer.from_str(tokenizer.to_str())
+    inner.encode_special_tokens = True
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(pre.replacement, prepend_scheme="never", split=pre.split)
+    return inner
 
 
 def _texts(value: object) -> Iterator[str]:

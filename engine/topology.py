@@ -293,5 +293,11 @@ def _check(topology: Topology, source: str) -> None:
                 "already; expected another port, or 0 for a free one"
             )
         doors[door] = name
+    health = topology.health
+    if health.deadline_s < 2 * health.tick_s:
+        raise _wrong(
+            f"{source}: health.deadline_s = {health.deadline_s:g}: expected at least two turns of "
+            f"health.tick_s = {health.tick_s:g}"
+        )
     if len(topology.gateway) > 255 - len(FIXED_NAMES) or len(names) > 1 << (EPOCH_BITS // 2):
-        raise _wrong(f"{source}: too many actors")
+        raise _wrong(f"{source}: gateway.*, worker.*: {len(names)} actors are more than a topology may have")

@@ -205,7 +205,13 @@ def test_all_names_come_from_the_same_space_of_ordinals() -> None:
     topology = parse(f"{BASE}{many}", "")
     assert max(actor.ordinal for actor in topology.actors() if actor.kind == "gateway") < 256
     more = "".join(f"[gateway.h{n}]\nport = 0\n" for n in range(2))
-    assert "too many actors" in complaint(f"{BASE}{many}{more}")
+    assert "more than a topology may have" in complaint(f"{BASE}{many}{more}")
+
+
+def test_silence_is_longer_than_a_turn_of_the_monitor() -> None:
+    said = complaint(f"{BASE}[health]\ntick_s = 2.0\ndeadline_s = 3.0\n")
+    assert "health.deadline_s = 3" in said
+    assert "health.tick_s = 2" in said
 
 
 # ── anything at all ───────────────────────────────────────────────────────────────────────────
