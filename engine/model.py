@@ -1,11 +1,12 @@
 """A prepared model folder: what the engine knows about a model without touching its weights.
 
-`python -m kernels.prepare SOURCE` makes such a folder from a GGUF file. It holds
+`python -m kernels.prepare SOURCE` makes such a folder from a GGUF file or a Hugging Face folder. It holds
 
     model.json            this module's ModelConfig
     tokenizer.json        for the `tokenizers` package
     chat_template.jinja   absent when the model has none
-    weights.safetensors   float32, named and laid out as Hugging Face Llama checkpoints are
+    weights.safetensors   float32, named and laid out as Hugging Face Llama checkpoints are; or several,
+                          weights-*.safetensors; or links to such files of the model itself
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from copy import deepcopy
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -41,9 +42,9 @@ class ModelTable(_Table, frozen=True):
     """Which model is served."""
 
     path: str = "default"
-    """A GGUF file, a prepared folder, or "default" (SmolLM2-135M-Instruct from the cache)."""
+    """A GGUF file, a Hugging Face or prepared folder, or "default" (SmolLM2-135M-Instruct from the cache)."""
     name: str = ""
-    """What clients call it; empty: the model's own name."""
+    """What clients call it; empty: the name of the model's file, without its weight format."""
 
 
 class KVTable(_Table, frozen=True):
@@ -196,8 +197,20 @@ def parse(text: str, source: str, settings: Sequence[str] = ()) -> Topology:
     except (ValueError, RecursionError) as error:
         # tomllib lets pass what int() says of too many digits, and what the stack says of nesting.
         raise _wrong(f"{source}: not TOML: {error}") from None
+    changed = deepcopy(data)
     for setting in settings:
-        _set(data, setting)
+        _set(changed, setting)
+    try:
+        return _resolve(changed, source)
+    except UsageError:
+        if settings:
+            # Say what is at fault: the file, if it is wrong by itself, else the settings.
+            _resolve(data, source)
+            _resolve(changed, " ".join(f"--set {setting}" for setting in settings))
+        raise
+
+
+def _resolve(data: dict[str, Any], source: str) -> Topology:
     _refuse_unknown(data, [*TABLES, *NAMED_TABLES], source, "")
     tables: dict[str, Any] = {
         key: _convert(data.get(key, {}), kind, source, key) for key, kind in TABLES.items()
@@ -225,6 +238,9 @@ def _set(data: dict[str, Any], setting: str) -> None:
         parsed = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
         parsed = {}
+    if len(path) > 2 and path[0] in NAMED_TABLES and path[1] not in (names := data.get(path[0], {})):
+        there = ", ".join(names) or "none"
+        raise _wrong(f"--set {setting}: the topology has no {path[0]} {path[1]!r}; it has: {there}")
     table = data
     for part in path[:-1]:
         table = table.setdefault(part, {})
@@ -256,7 +272,11 @@ def _convert(data: object, kind: type[T], source: str, prefix: str) -> T:
             choices = get_args(get_type_hints(kind)[key])
             if said.startswith("Invalid enum value"):
                 said = f"expected one of {', '.join(map(repr, choices))}"
+            said = said.replace("`", "").replace("Expected", "expected")
             raise _wrong(f"{source}: {prefix}.{key} = {_show(data[key])}: {said}") from None
+        missing = re.fullmatch("Object missing required field `(.*)`", said)
+        if missing:
+            said = f"the key {missing[1]!r} is needed"
         raise _wrong(f"{source}: {prefix}: {said}") from None
 
 

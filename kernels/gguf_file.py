@@ -23,6 +23,8 @@ from gguf.constants import (
 )
 
 from engine.errors import ModelError
+from kernels.facts import shown
+from kernels.source import TensorInfo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +34,6 @@ VERSIONS = (2, 3)
 MAX_STRINGS = 1 << 22
 """Entries of one array of strings: ten times the largest vocabulary or merge table in use."""
 MAX_DIMENSIONS = 4
-MAX_SHOWN = 80
 
 _SCALARS: dict[GGUFValueType, str] = {
     GGUFValueType.UINT8: "<u1",
@@ -55,25 +56,6 @@ _INFO_BYTES = _STRING_BYTES + 2 * _U32.size + _U64.size
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor of the file: rows last to first as numpy has them, its bytes not yet read."""
-
-    name: str
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    """Outermost dimension first (GGUF itself writes the innermost first)."""
-    offset: int
-    """From the start of the file, in bytes."""
-    size: int
-    """In bytes."""
-
-    @property
-    def elements(self) -> int:
-        """Numbers in the tensor."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
 class GGUFHeader:
     """Everything but the tensors' bytes."""
 
@@ -92,11 +74,6 @@ def read_header(path: Path) -> GGUFHeader:
         raise ModelError(f"{path}: no such file; name a GGUF file or a prepared model folder") from None
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def shown(name: str) -> str:
-    """A name from the file as it may stand in a one-line message: quoted, and not too long."""
-    return repr(name) if len(name) <= MAX_SHOWN else repr(name[:MAX_SHOWN]) + "…"
 
 
 class _Cursor:
@@ -152,7 +129,7 @@ class _Cursor:
                 )
             if name in tensors:
                 raise self._corrupt(f"tensor {shown(name)} occurs twice")
-            tensors[name] = TensorInfo(name, kind, shape, start + offset, size)
+            tensors[name] = TensorInfo(self._path, name, kind.name, shape, start + offset, size)
         return tensors
 
     def _tensor_entry(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from engine.errors import ModelError
-from kernels.gguf_file import shown
+from kernels.facts import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,7 +125,7 @@ class _Vocabulary:
         return value
 
     def wrong(self, reason: str) -> ModelError:
-        return ModelError(f"{self._header.path}: {reason}; take another file")
+        return ModelError(f"{self._header.path}: {reason}; take another model")
 
     def _strings(self, key: str) -> list[str]:
         value = self._header.metadata.get(key)

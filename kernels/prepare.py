@@ -1,7 +1,7 @@
-"""Turn a GGUF file into a prepared model folder (see engine.model), once.
+"""Turn a GGUF file or a Hugging Face folder into a prepared model folder (see engine.model), once.
 
 `python -m kernels.prepare SOURCE [--cache DIR]` prints the folder. It lies in the cache directory
-under a name that the source's path, size and modification time decide, so a second call only
+under a name that the source's path, sizes and modification times decide, so a second call only
 finds it. A folder appears whole or not at all, and two launches at once prepare it once.
 """
 
@@ -18,12 +18,13 @@ import stat
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from engine.errors import EstafetError, ModelError, StartError
 from engine.model import CONFIG, TEMPLATE, TOKENIZER, WEIGHTS, read_config
+from kernels.weight_files import link_weights, read_weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +33,10 @@ FORMAT = 2
 """To be raised whenever the same source would make another folder: it is part of the folder's name."""
 PARTIAL = ".partial-"
 SPARE_BYTES = 64 << 20
+HF_CONFIG = "config.json"
+HF_SUFFIXES = (".json", ".jinja", ".safetensors")
+"""What a Hugging Face folder is read from."""
+WHAT_TO_NAME = "name a GGUF file, a Hugging Face folder or a prepared model folder"
 
 
 def cache_dir() -> Path:
@@ -43,14 +48,19 @@ def cache_dir() -> Path:
 
 
 def prepare(source: Path, cache: Path, progress: bool = True) -> Path:
-    """The prepared folder of a GGUF file, made under `cache` unless it is there; a prepared folder is itself.
+    """The prepared folder of a model, made under `cache` unless it is there.
+
+    source: a GGUF file, a Hugging Face folder, or a prepared folder, which is only checked.
 
     Shows a progress bar on stderr if `progress`. ModelError when the source cannot be served,
     StartError when the cache cannot be written.
     """
     if source.is_dir():
-        _check_folder(source)
-        return source
+        if (source / CONFIG).exists():
+            _check_folder(source)
+            return source
+        if not (source / HF_CONFIG).exists():
+            raise ModelError(f"{source}: no {CONFIG} and no {HF_CONFIG} in it; {WHAT_TO_NAME}")
     target = cache / _folder_name(source)
     if _intact(target):
         return target
@@ -77,15 +87,22 @@ def prepare(source: Path, cache: Path, progress: bool = True) -> Path:
 def _folder_name(source: Path) -> str:
     try:
         path = source.resolve(strict=True)
-        facts = path.stat()
+        files = [path]
+        if path.is_dir():
+            files = sorted(file for file in path.iterdir() if file.suffix in HF_SUFFIXES)
+        facts = [file.stat() for file in files]
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-        raise ModelError(f"{source}: {reason}; name a GGUF file or a prepared model folder") from None
-    if not stat.S_ISREG(facts.st_mode):
-        raise ModelError(f"{source}: not a regular file; name a GGUF file or a prepared model folder")
-    identity = f"{FORMAT}\0{path}\0{facts.st_size}\0{facts.st_mtime_ns}"
+        raise ModelError(f"{error.filename or source}: {reason}; {WHAT_TO_NAME}") from None
+    if not path.is_dir() and not stat.S_ISREG(facts[0].st_mode):
+        raise ModelError(f"{source}: not a regular file; {WHAT_TO_NAME}")
+    identity = f"{FORMAT}\0{path}"
+    for file, fact in zip(files, facts, strict=True):
+        inside = "" if file == path else f"\0{file.name}"
+        identity += f"{inside}\0{fact.st_size}\0{fact.st_mtime_ns}"
     key = hashlib.blake2b(os.fsencode(identity), digest_size=8).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', path.stem)[:100]}-{key}"
+    stem = path.name if path.is_dir() else path.stem
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', stem)[:100]}-{key}"
 
 
 def _intact(folder: Path) -> bool:
@@ -107,19 +124,7 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(f"{folder}: unreadable: {error.strerror or error}; prepare it again") from None
     if not (folder / TOKENIZER).is_file():
         raise ModelError(f"{folder}: no {TOKENIZER}; delete the folder and prepare it again")
-    path = folder / WEIGHTS
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            table = msgspec.json.decode(file.read(length) if length < size else b"")
-            complete = 8 + length + max(entry.get("data_offsets", [0, 0])[1] for entry in table.values())
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ModelError(f"{path}: unreadable: {error}; delete the folder and prepare it again") from None
-    if size != complete:
-        raise ModelError(
-            f"{path}: {size} bytes instead of {complete}; delete the folder and prepare it again"
-        )
+    read_weight_files(folder)
 
 
 @contextlib.contextmanager
@@ -137,41 +142,47 @@ def _convert(source: Path, folder: Path, progress: bool) -> None:
     # These cost a third of a second to import, which finding a prepared folder need not pay.
     from tqdm import tqdm
 
-    from kernels.gguf_file import read_header
-    from kernels.gguf_llama import plan_llama_tensors, read_llama_config
-    from kernels.gguf_tokenizer import build_tokenizer, read_chat_template
-    from kernels.gguf_weights import check_numbers, check_types, write_safetensors
+    from kernels.convert import check_numbers, write_safetensors
+    from kernels.gguf_llama import read_gguf_model
+    from kernels.hf_folder import read_hf_folder
 
-    header = read_header(source)
-    config = read_llama_config(header, weights_id="")
-    plans = plan_llama_tensors(header, config)
-    check_types(header, plans)
-    config = msgspec.structs.replace(config, weights_id=check_numbers(header, plans))
-    build_tokenizer(header, config.vocab_size).save(str(folder / TOKENIZER), pretty=False)
-    template = read_chat_template(header)
-    if template is not None:
-        (folder / TEMPLATE).write_text(template, encoding="utf-8")
-    total = sum(plan.source.elements for plan in plans)
+    model = read_hf_folder(source) if source.is_dir() else read_gguf_model(source)
+    total = sum(plan.source.elements for plan in model.plans)
     free = shutil.disk_usage(folder).free
-    if free < 4 * total + SPARE_BYTES:
+    if free < 4 * total + SPARE_BYTES and not model.as_they_are:
         raise StartError(
             f"{folder.parent.parent}: {4 * total >> 20} MiB needed for {source.name}, {free >> 20} MiB free; "
             "set ESTAFET_CACHE to a directory with room"
         )
-    with tqdm(
-        total=total, desc=f"preparing {source.name}", unit="w", unit_scale=True, disable=not progress
-    ) as bar:
-        write_safetensors(header, plans, folder / WEIGHTS, bar.update)
+
+    def bar(doing: str, **options: Any) -> tqdm[NoReturn]:
+        what = f"{doing} {source.name}"
+        return tqdm(total=total, desc=what, unit="w", unit_scale=True, disable=not progress, **options)
+
+    # Checking is worth a bar for large models only, and none stays when there is something to say instead.
+    with bar("checking", leave=False, delay=1.0) as checking:
+        config = msgspec.structs.replace(model.config, weights_id=check_numbers(model.plans, checking.update))
+    if model.as_they_are:
+        link_weights(folder, model.as_they_are)
+    else:
+        with bar("preparing") as preparing:
+            write_safetensors(model.plans, folder / WEIGHTS, preparing.update)
+    model.tokenizer.save(str(folder / TOKENIZER), pretty=False)
+    if model.template is not None:
+        (folder / TEMPLATE).write_text(model.template, encoding="utf-8")
     (folder / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config)))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m kernels.prepare", description="Prepare a GGUF file for serving."
+        prog="python -m kernels.prepare", description="Prepare a model for serving."
     )
     parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a GGUF file, or a prepared folder to check"
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="a GGUF file, a Hugging Face folder, or a prepared folder to check",
     )
     parser.add_argument("--cache", type=Path, default=None, help="cache directory (default: $ESTAFET_CACHE)")
     options = parser.parse_args(arguments)

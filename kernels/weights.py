@@ -1,18 +1,15 @@
-"""The weights of a prepared folder, mapped read-only so that all workers of a host share one copy.
-
-Format of the file: https://github.com/huggingface/safetensors#format
-"""
+"""The weights of a prepared folder, mapped read-only so that all workers of a host share one copy."""
 
 from __future__ import annotations
 
 import mmap
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from engine.errors import ModelError
 from engine.model import WEIGHTS
+from kernels.weight_files import REMEDY, read_weight_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,18 +17,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.model import ModelConfig
+    from kernels.source import TensorInfo
 
     Weight = NDArray[np.float32]
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -63,23 +55,19 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Weights:
-    """Every tensor of a Llama model by name, as read-only float32 views of the mapped file.
+    """Every tensor of a Llama model by name, as read-only float32 views of the mapped files.
 
     Raises ModelError, naming the tensor and what was expected, when one is absent or has another shape
-    or dtype, or when the file is shorter than its header says.
+    or dtype, or when a file is not what its header says.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        self.path = folder / WEIGHTS
-        try:
-            with self.path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self.path}: {error}; prepare the model again") from None
-        entries, start = self._read_header()
+        self._folder = folder
+        files = read_weight_files(folder)
+        self._maps = {file.path: self._map(file.path) for file in files}
+        found = {name: tensor for file in files for name, tensor in file.tensors.items()}
         self._tensors = {
-            name: self._view(name, shape, entries.get(name), start)
-            for name, shape in tensor_shapes(config).items()
+            name: self._view(name, shape, found.get(name)) for name, shape in tensor_shapes(config).items()
         }
 
     def __getitem__(self, name: str) -> Weight:
@@ -93,32 +81,20 @@ class Weights:
         """The LM head [vocab_size, hidden_size]: its own, or the embedding when they are tied."""
         return self._tensors.get(HEAD, self._tensors[EMBEDDING])
 
-    def _read_header(self) -> tuple[dict[str, _Entry], int]:
-        start = 8 + int.from_bytes(self._map[:8], "little")
-        if len(self._map) < start:
-            raise self._wrong("ends within its header")
+    def _map(self, path: Path) -> mmap.mmap:
         try:
-            header = msgspec.json.decode(self._map[8:start], type=dict[str, msgspec.Raw])
-            header.pop("__metadata__", None)
-            return {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}, start
-        except msgspec.DecodeError as error:
-            raise self._wrong(f"has no readable header ({error})") from None
+            with path.open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path}: {error}; {REMEDY}") from None
 
-    def _view(self, name: str, shape: tuple[int, ...], entry: _Entry | None, start: int) -> Weight:
+    def _view(self, name: str, shape: tuple[int, ...], tensor: TensorInfo | None) -> Weight:
         expected = f"{name}: F32 {list(shape)} expected"
-        if entry is None:
-            raise self._wrong(f"lacks a tensor; {expected}")
-        if entry.dtype != "F32" or entry.shape != shape:
-            raise self._wrong(f"{expected}, {entry.dtype} {list(entry.shape)} found")
-        first, end = entry.data_offsets
-        count = int(np.prod(shape))
-        if first < 0 or end - first != 4 * count:
-            raise self._wrong(f"{expected}, {end - first} bytes found")
-        if start + end > len(self._map):
-            raise self._wrong(f"{expected}, but the file ends before it")
-        if (start + first) % 4:
-            raise self._wrong(f"{name} does not lie on a multiple of 4 bytes")
-        return np.frombuffer(self._map, np.float32, count, start + first).reshape(shape)
-
-    def _wrong(self, reason: str) -> ModelError:
-        return ModelError(f"{self.path}: {reason}; delete the folder and prepare the model again")
+        if tensor is None:
+            raise ModelError(f"{self._folder / WEIGHTS}: lacks a tensor; {expected}; {REMEDY}")
+        if tensor.type != "F32" or tensor.shape != shape:
+            raise ModelError(f"{tensor.path}: {expected}, {tensor.type} {list(tensor.shape)} found; {REMEDY}")
+        if tensor.offset % 4:
+            raise ModelError(f"{tensor.path}: {name} does not lie on a multiple of 4 bytes; {REMEDY}")
+        data = np.frombuffer(self._maps[tensor.path], np.float32, tensor.elements, tensor.offset)
+        return data.reshape(shape)

@@ -23,10 +23,10 @@ from safetensors.numpy import load_file
 import kernels.prepare
 from engine.errors import EstafetError, ModelError, StartError
 from engine.model import read_config
+from kernels.convert import check_numbers, write_safetensors
 from kernels.gguf_file import read_header
-from kernels.gguf_llama import TensorPlan
-from kernels.gguf_weights import check_numbers, write_safetensors
 from kernels.prepare import cache_dir, main, prepare
+from kernels.source import TensorPlan
 
 
 def f16(raw: bytes) -> float:
@@ -80,8 +80,8 @@ def written(path: Path, name: str, heads: int = 0) -> np.ndarray:
     """The tensor as the safetensors file has it."""
     header = read_header(path)
     plan = TensorPlan(header.tensors[name], name, heads)
-    check_numbers(header, [plan])
-    write_safetensors(header, [plan], path.with_suffix(".st"), lambda _: None)
+    check_numbers([plan], lambda _: None)
+    write_safetensors([plan], path.with_suffix(".st"), lambda _: None)
     return load_file(path.with_suffix(".st"))[name]
 
 
@@ -120,7 +120,7 @@ def test_rows_in_many_chunks_are_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     numbers = np.random.default_rng(6).normal(size=(40, 32)).astype(np.float32)
     write_raw_gguf(tmp_path / "x.gguf", {"x": ("F32", numbers.view(np.uint8))})
     whole = written(tmp_path / "x.gguf", "x", heads=4)
-    monkeypatch.setattr("kernels.gguf_weights.CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("kernels.convert.CHUNK_ELEMENTS", 1)
     assert (written(tmp_path / "x.gguf", "x", heads=4) == whole).all()
     assert (written(tmp_path / "x.gguf", "x") == numbers).all()
 

@@ -1,4 +1,4 @@
-"""The numbers of a GGUF file: check them, then write them as float32 safetensors.
+"""The numbers of a model's files: check them, then write them as float32 safetensors.
 
 Checking is a cheap first pass over the quantised bytes (each number is finite exactly when its
 block's scales are), so that a damaged file is refused before the slow second pass begins.
@@ -23,75 +23,89 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from engine.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
-    from kernels.gguf_file import GGUFHeader, TensorInfo
-    from kernels.gguf_llama import TensorPlan
+    from kernels.source import TensorInfo, TensorPlan
 
     Array = np.ndarray[Any, Any]
 
 CHUNK_ELEMENTS = 1 << 21
+CHECK_BYTES = 1 << 20
+"""A piece that stays in the cache between the hash and the look for NaN."""
 WORKERS = 4
 
 _HALF = (np.uint16, 0x7C00)
 """All exponent bits of a float16: set in Inf and NaN only."""
-_SCALES: dict[GGMLQuantizationType, tuple[tuple[type[np.generic], int], tuple[int, ...]]] = {
+_SCALES: dict[str, tuple[tuple[type[np.generic], int], tuple[int, ...]]] = {
     # type: (words and their exponent bits, byte offsets in a block of the words that may be non-finite)
-    GGMLQuantizationType.F32: ((np.uint32, 0x7F800000), (0,)),
-    GGMLQuantizationType.F16: (_HALF, (0,)),
-    GGMLQuantizationType.BF16: ((np.uint16, 0x7F80), (0,)),
-    GGMLQuantizationType.Q8_0: (_HALF, (0,)),
-    GGMLQuantizationType.Q4_0: (_HALF, (0,)),
-    GGMLQuantizationType.Q4_1: (_HALF, (0, 2)),
-    GGMLQuantizationType.Q4_K: (_HALF, (0, 2)),
-    GGMLQuantizationType.Q6_K: (_HALF, (208,)),
+    "F32": ((np.uint32, 0x7F800000), (0,)),
+    "F16": (_HALF, (0,)),
+    "BF16": ((np.uint16, 0x7F80), (0,)),
+    "Q8_0": (_HALF, (0,)),
+    "Q4_0": (_HALF, (0,)),
+    "Q4_1": (_HALF, (0, 2)),
+    "Q4_K": (_HALF, (0, 2)),
+    "Q6_K": (_HALF, (208,)),
 }
 
 
-def check_types(header: GGUFHeader, plans: list[TensorPlan]) -> None:
-    """ModelError naming the first tensor whose type we cannot read."""
+def check_types(plans: list[TensorPlan], known: Collection[str] = tuple(_SCALES)) -> None:
+    """ModelError naming the first tensor whose type is not one of the `known` ones."""
     for plan in plans:
-        if plan.source.type not in _SCALES:
-            known = ", ".join(kind.name for kind in _SCALES)
+        if plan.source.type not in known:
             raise ModelError(
-                f"{header.path}: tensor {plan.source.name} has the type {plan.source.type.name}; convert the "
-                f"model to one of {known}"
+                f"{plan.source.path}: tensor {plan.source.name} has the type {plan.source.type}; "
+                f"convert the model to one of {', '.join(known)}"
             )
 
 
-def check_numbers(header: GGUFHeader, plans: list[TensorPlan]) -> str:
+def check_numbers(plans: list[TensorPlan], advance: Callable[[int], object]) -> str:
     """Refuse NaN and Inf anywhere; the content hash of all weights (32 hexadecimal digits).
 
-    ModelError names the tensor. Reads every byte once, with no copy larger than a tensor.
+    ModelError names the tensor. Reads every byte once, in small pieces; `advance(numbers)` is called as
+    numbers are checked.
     """
 
     def digest(plan: TensorPlan) -> bytes:
         tensor = plan.source
-        data = _read(header.path, tensor, 0, tensor.size)
         (word, mask), offsets = _SCALES[tensor.type]
-        blocks = data.reshape(-1, GGML_QUANT_SIZES[tensor.type][1])
-        for offset in offsets:
-            words = blocks[:, offset : offset + np.dtype(word).itemsize]
-            bits = np.ascontiguousarray(words).view(word)
-            if ((bits & np.array(mask, word)) == mask).any():
-                raise ModelError(
-                    f"{header.path}: tensor {tensor.name} holds NaN or Inf; fetch the file again"
-                )
-        label = f"{plan.name} {tensor.type.name} {tensor.shape} ".encode()
-        return hashlib.blake2b(label + hashlib.blake2b(data.data).digest()).digest()
+        block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type]][1]
+        content = hashlib.blake2b()
+        step = CHECK_BYTES // block_bytes * block_bytes
+        for start in range(0, tensor.size, step):
+            data = _read(tensor, start, min(step, tensor.size - start))
+            content.update(data.data)
+            blocks = data.reshape(-1, block_bytes)
+            for offset in offsets:
+                words = blocks[:, offset : offset + np.dtype(word).itemsize]
+                bits = np.ascontiguousarray(words).view(word)
+                if ((bits & np.array(mask, word)) == mask).any():
+                    raise ModelError(
+                        f"{tensor.path}: tensor {tensor.name} holds NaN or Inf; fetch the file again"
+                    )
+        label = f"{plan.name} {tensor.type} {tensor.shape} ".encode()
+        return hashlib.blake2b(label + content.digest()).digest()
 
     total = hashlib.blake2b(digest_size=16)
     with _pool() as pool:
-        for part in pool.map(digest, plans):
+        for plan, part in zip(plans, pool.map(digest, plans), strict=True):
             total.update(part)
+            advance(plan.source.elements)
     return total.hexdigest()
 
 
-def write_safetensors(
-    header: GGUFHeader, plans: list[TensorPlan], path: Path, advance: Callable[[int], object]
-) -> None:
-    """De-quantise all tensors to float32 and write them (format: https://github.com/huggingface/safetensors).
+def same_numbers(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors of one shape and type are equal to the bit. Needs a few MiB of memory."""
+    return one.size == other.size and all(
+        np.array_equal(_read(one, start, size), _read(other, start, size))
+        for start in range(0, one.size, CHUNK_ELEMENTS)
+        if (size := min(CHUNK_ELEMENTS, one.size - start))
+    )
+
+
+def write_safetensors(plans: list[TensorPlan], path: Path, advance: Callable[[int], object]) -> None:
+    """Convert all tensors to float32 and write them (format: https://github.com/huggingface/safetensors).
 
     `advance(numbers)` is called as numbers are written. Needs a few chunks of memory, whatever
     the model's size. OSError when the disk is full.
@@ -115,7 +129,7 @@ def write_safetensors(
         base, number = out.tell(), out.fileno()
 
         def convert(plan: TensorPlan, rows: slice, position: int) -> int:
-            numbers = _rows(header.path, plan, rows)
+            numbers = _rows(plan, rows)
             _write_at(number, numbers.data.cast("B"), base + position)
             return numbers.size
 
@@ -136,11 +150,11 @@ def _chunks(plan: TensorPlan) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _rows(path: Path, plan: TensorPlan, rows: slice) -> Array:
+def _rows(plan: TensorPlan, rows: slice) -> Array:
     """The given rows of the tensor as contiguous float32 [rows][width], Q and K in Hugging Face's order."""
     tensor = plan.source
     row_bytes = tensor.size // math.prod(tensor.shape[:-1])
-    data = _read(path, tensor, rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
+    data = _read(tensor, rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
     data = data.reshape(-1, row_bytes)
     if plan.heads:
         # llama.cpp interleaves the two halves of each head for its RoPE. The rows move as bytes,
@@ -149,16 +163,16 @@ def _rows(path: Path, plan: TensorPlan, rows: slice) -> Array:
         data = np.ascontiguousarray(data.reshape(-1, half, 2, row_bytes).swapaxes(1, 2)).reshape(
             -1, row_bytes
         )
-    return np.ascontiguousarray(gguf.dequantize(data, tensor.type), dtype="<f4")
+    return np.ascontiguousarray(gguf.dequantize(data, GGMLQuantizationType[tensor.type]), dtype="<f4")
 
 
-def _read(path: Path, tensor: TensorInfo, start: int, size: int) -> Array:
+def _read(tensor: TensorInfo, start: int, size: int) -> Array:
     """Bytes of the tensor. Read, not mapped: a file cut short meanwhile is an error then, not a SIGBUS."""
-    with path.open("rb") as file:
+    with tensor.path.open("rb") as file:
         data = np.fromfile(file, np.uint8, size, offset=tensor.offset + start)
     if data.size != size:
         raise ModelError(
-            f"{path}: truncated while it was read, in tensor {tensor.name}; fetch the file again"
+            f"{tensor.path}: truncated while it was read, in tensor {tensor.name}; fetch the file again"
         )
     return data
 
