@@ -71,7 +71,7 @@ class RunDir:
             base.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = base.stat()
             if status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise StartError(f"{base}: is not private to this user; remove it or choose --run-dir")
+                raise StartError(f"{base}: is open to others; `chmod 700 {base}` or choose another --run-dir")
             sweep(base)
             path = base / f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
             path.mkdir(mode=0o700)
@@ -96,6 +96,9 @@ class RunDir:
         assert self._janitor.stdin is not None
         self._janitor.stdin.close()
         self._janitor.wait()
+        if not any((self.path / LOGS).iterdir()):
+            # It ended before it had begun: there is nothing to read.
+            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 

@@ -22,6 +22,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, leave)
 
 import argparse
+import errno
 import json
 import socket
 import time
@@ -41,6 +42,7 @@ from actors.processes import Processes
 from actors.run import HIGH_WATER_MARK, first_cause
 from actors.rundir import LOGS, READY, RunDir, default_base
 from actors.signals import StopSignals
+from actors.terminal import Terminal, say
 from engine import __version__
 from engine.errors import EstafetError, StartError, UsageError
 from engine.layout import PageTable, TokenLogArena, Vitals
@@ -113,12 +115,6 @@ class Launch:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def say(text: str) -> None:
-    """One line for the person at the terminal."""
-    with suppress(OSError):  # the system does not end because nobody listens any more
-        print(f"estafet: {text}", file=sys.stderr, flush=True)
-
-
 # ── before the first process ──────────────────────────────────────────────────────────────────
 
 
@@ -132,8 +128,10 @@ def read_topology(name: str, settings: Sequence[str]) -> Topology:
     except FileNotFoundError:
         shipped = ", ".join(sorted(file.stem for file in TOPOLOGIES.glob("*.toml")))
         raise UsageError(f"{name}: no such topology file; those that ship are: {shipped}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{name}: cannot be read: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{name}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name}: is not UTF-8 text: {error.reason}") from None
     return parse(text, str(path), settings)
 
 
@@ -151,12 +149,21 @@ def bind_doors(topology: Topology, stack: ExitStack) -> dict[str, socket.socket]
             # From here on clients are queued, not refused, also while the gateway starts again.
             listener.listen(512)
         except OSError as error:
-            raise StartError(
-                f"gateway.{name}: cannot listen on {table.host}:{table.port}: {error.strerror}; "
-                f"stop what listens there or use --set gateway.{name}.port=0 for a free port"
-            ) from None
+            advice = ""
+            if error.errno == errno.EADDRINUSE:
+                advice = f"; stop what listens there or use --set gateway.{name}.port=0 for a free port"
+            said = f"gateway.{name}: cannot listen on {table.host}:{table.port}: {error.strerror}{advice}"
+            raise StartError(said) from None
         listeners[name] = listener
     return listeners
+
+
+def check_model(topology: Topology) -> None:
+    """Refuse a model path that leads nowhere; what is in it is looked at when it is prepared."""
+    path = topology.model.path
+    if path != "default" and not (path and Path(path).expanduser().exists()):
+        expected = 'expected a GGUF file, a model folder, or "default"'
+        raise StartError(f"model.path = {path!r}: there is nothing; {expected}")
 
 
 def find_model(topology: Topology, progress: bool) -> tuple[Path, ModelConfig]:
@@ -219,66 +226,45 @@ def check_memory(topology: Topology, needed: int) -> None:
 # ── while it runs ─────────────────────────────────────────────────────────────────────────────
 
 
-class Terminal:
-    """What the person sees: a bar while actors start, then one line an event."""
-
-    def __init__(self, launch: Launch, started: float, ready_fd: int | None) -> None:
-        self._launch = launch
-        self._started = started
-        self._ready_fd = ready_fd
-        self.ready = False
-
-    def announce(self, announcement: Announce) -> None:
-        """Show an announcement of the supervisor."""
-        if announcement.what != "ready":
-            say(announcement.message)
-            return
-        self.ready = True
-        facts = {"url": self._launch.url(), "run_dir": str(self._launch.run_dir), "pid": os.getpid()}
-        line = json.dumps(facts)
-        path = self._launch.run_dir / READY
-        path.write_text(line + "\n")
-        if self._ready_fd is not None:
-            with suppress(BrokenPipeError):  # whoever asked may have lost interest
-                os.write(self._ready_fd, line.encode() + b"\n")
-            os.close(self._ready_fd)
-            self._ready_fd = None
-        say(f"ready after {time.monotonic() - self._started:.1f} s at {facts['url']}/v1 (Ctrl-C to stop)")
-
-    async def show_progress(self, launcher: Launcher) -> None:
-        """A bar of the actors that are ready, until all are."""
-        from tqdm import tqdm
-
-        children = launcher.core.children
-        with tqdm(
-            total=len(children), desc="starting actors", unit="actor", disable=None, leave=False
-        ) as bar:
-            while not self.ready:
-                ready = int(launcher.core.statistics()["ready"])
-                bar.update(ready - bar.n)
-                await trio.sleep(0.1)
-
-
 async def supervise(launch: Launch, started: float, ready_fd: int | None, signals: StopSignals) -> None:
     """Run the actors until they have all ended; raises what made the launch fail."""
     network = ZeroMQNetwork(launch.run_dir, kind=launch.topology.launch.link, high_water_mark=HIGH_WATER_MARK)
     vitals = map_segment(launch.segments[VITALS], None)
-    terminal = Terminal(launch, started, ready_fd)
+    terminal = Terminal()
+
+    def ready() -> None:
+        facts = {"url": launch.url(), "run_dir": str(launch.run_dir), "pid": os.getpid()}
+        line = json.dumps(facts) + "\n"
+        (launch.run_dir / READY).write_text(line)
+        if ready_fd is not None:
+            with suppress(BrokenPipeError):  # whoever asked may have lost interest
+                os.write(ready_fd, line.encode())
+            os.close(ready_fd)
+        seconds = time.monotonic() - started
+        terminal.say(f"ready after {seconds:.1f} s at {facts['url']}/v1 (Ctrl-C to stop)")
+
+    def announce(announcement: Announce) -> None:
+        if announcement.what == "ready":
+            ready()
+        else:
+            terminal.say(announcement.message)
+
     try:
         actors = len(launch.topology.actors())
-        launcher = Launcher(launch.topology, network, Vitals(vitals.view, actors), terminal.announce)
+        launcher = Launcher(launch.topology, network, Vitals(vitals.view, actors), announce)
         stop_soon = partial(trio.lowlevel.current_trio_token().run_sync_soon, launcher.stop)
         async with trio.open_nursery() as nursery:
             make_boot = partial(launch.boot, launcher.endpoint)
             nest = Processes(nursery, launch.run_dir, make_boot, launcher.exited)
             try:
-                nursery.start_soon(terminal.show_progress, launcher)
+                nursery.start_soon(terminal.show_start, launcher)
                 with signals.calling(stop_soon):
                     over = await launcher.run(nest)
             finally:
                 nest.kill_all()
             nursery.cancel_scope.cancel()
     finally:
+        terminal.close()
         network.close()
     raise_if_failed(over)
 
@@ -288,8 +274,10 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
     started = time.monotonic()
     check_descriptor(arguments.ready_fd)
     topology = read_topology(arguments.topology, arguments.settings)
+    check_model(topology)
     if arguments.check:
-        print(describe(topology))
+        with suppress(BrokenPipeError):
+            print(describe(topology), flush=True)
         return
     with ExitStack() as stack:
         with signals.interrupting():
@@ -349,7 +337,9 @@ def parser() -> argparse.ArgumentParser:
         help="replace a key of the file, as in --set worker.decode.threads=2 (may be repeated)",
     )
     command.add_argument("--check", action="store_true", help="print the resolved topology and stop")
-    command.add_argument("--run-dir", type=Path, help="where run directories are made (default: %(default)s)")
+    command.add_argument(
+        "--run-dir", type=Path, help=f"where run directories are made (default: {default_base()})"
+    )
     command.add_argument(
         "--ready-fd",
         type=int,

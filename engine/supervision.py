@@ -152,6 +152,8 @@ class Supervisor:
                     return []
                 child.state = advance(PROCESS, child.state, ProcessEvent.READY)
                 commands = self._report()
+                if self.phase is Phase.RUNNING:
+                    commands.append(Announce("back", f"{source} is ready"))
                 if self.phase is Phase.STARTING and all(
                     other.state is ProcessState.READY for other in self._children.values()
                 ):
@@ -212,7 +214,9 @@ class Supervisor:
             self.phase = Phase.DRAINING
             self._kill_at = now + self._launch.drain_s
             self._stop_at = now + max(0.0, self._launch.drain_s - STOP_S)
-            drains: list[Command] = [Announce("drain", "draining; once more to stop at once")]
+            drains: list[Command] = [
+                Announce("drain", f"draining for up to {self._launch.drain_s:g} s; once more to stop at once")
+            ]
             drains += [
                 Send(child.incarnation, Drain()) for child in self._children.values() if child.endpoint
             ]
@@ -232,9 +236,8 @@ class Supervisor:
             ]
         if self.phase is Phase.STARTING and now >= self._start_by:
             late = [c.actor.name for c in self._children.values() if c.state is not ProcessState.READY]
-            commands += self._give_up(
-                3, f"not ready after {self._launch.start_s:g} s: {', '.join(late)}", now
-            )
+            limit = f"launch.start_s = {self._launch.start_s:g} s"
+            commands += self._give_up(3, f"not ready after {limit}: {', '.join(late)}", now)
         if self.phase is Phase.DRAINING and self._stop_at is not None and now >= self._stop_at:
             commands += self._stop(now)
         if self.phase is Phase.STOPPING and self._kill_at is not None and now >= self._kill_at:

@@ -172,7 +172,7 @@ def test_not_ready_in_time_names_who_is_late() -> None:
     assert only(KillProcess, commands) == [KillProcess(Incarnation("w", 1), "stopped while it started")]
     for name in KINDS:
         commands = house.exit(name)
-    assert only(Over, commands) == [Over(3, "not ready after 5 s: w")]
+    assert only(Over, commands) == [Over(3, "not ready after launch.start_s = 5 s: w")]
 
 
 def test_a_signal_while_starting_stops_with_success() -> None:
