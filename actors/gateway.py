@@ -64,6 +64,8 @@ class GatewaySession:
         self._tokens = 0
         self._opened = now
         self._last_token = now
+        self._resuming = False
+        self._logs_tokens = gateway.boot.topology.launch.log_level == "debug"
 
     @property
     def request_id(self) -> str:
@@ -95,17 +97,25 @@ class GatewaySession:
 
     # ── called by the gateway ─────────────────────────────────────────────────────────────────
 
+    def handed_over(self) -> None:
+        """A decode worker has it: if it had tokens before, the next one ends a pause worth telling."""
+        self._resuming = self._tokens > 0
+
     def push(self, token: int) -> bool:
         """Take a committed token; True when a stop string was hit."""
         now = trio.current_time()
         if self._tokens == 0:
             seconds = round(now - self._opened, 4)
             log.info("first_token_committed", request_id=self.request_id, seconds=seconds)
-        elif now - self._last_token > GAP_S:
+        elif self._resuming or now - self._last_token > GAP_S:
+            event = "stream_resumed" if self._resuming else "token_gap_seen"
             gap = round(now - self._last_token, 4)
-            log.info("token_gap_seen", request_id=self.request_id, after=self._tokens, seconds=gap)
+            log.info(event, request_id=self.request_id, after=self._tokens, seconds=gap)
+        self._resuming = False
         self._last_token = now
         self._tokens += 1
+        if self._logs_tokens:
+            log.debug("token_committed", request_id=self.request_id, number=self._tokens)
         text, hit = self._stops.push(self._detokenizer.push(token))
         if text:
             self._text += text
@@ -282,21 +292,33 @@ class GatewayActor(Actor):
 
     def handle(self, source: Incarnation, message: Message, now: float) -> None:
         match message:
-            case Place(key=key, prefill=prefill, decode=decode):
-                log.info(
-                    "request_placed",
-                    request_id=request_name(key.request),
-                    prefill=str(prefill),
-                    decode=str(decode),
-                )
-            case TermAccepted(key=key, term=term):
-                log.info("request_handed_over", request_id=request_name(key.request), term=term)
-            case Preempt(key=key, term=term):
-                log.info("request_preempted", request_id=request_name(key.request), term=term)
-            case SequenceLost(key=key, reason=reason, detail=detail):
-                name = request_name(key.request)
-                log.warning("sequence_lost", request_id=name, by=str(source), reason=reason, detail=detail)
-        self._apply(self.core.handle(source, cast("ToGateway", message), now))
+            case Place(key=key) | TermAccepted(key=key) | Preempt(key=key) | SequenceLost(key=key):
+                entry = next((entry for entry in self.core.entries if entry.key == key), None)
+                before = entry and (entry.term, entry.state)
+                effects = self.core.handle(source, cast("ToGateway", message), now)
+                # What came too late changed nothing, and is no part of the request's story.
+                if entry is not None and (entry.term, entry.state) != before:
+                    self._tell(source, message)
+            case _:
+                effects = self.core.handle(source, cast("ToGateway", message), now)
+        self._apply(effects)
+
+    def _tell(self, source: Incarnation, message: Place | TermAccepted | Preempt | SequenceLost) -> None:
+        """Log a message that moved a request."""
+        bound = log.bind(request_id=request_name(message.key.request))
+        match message:
+            case Place(term=term, prefill=prefill, decode=decode):
+                bound.info("request_placed", term=term + 1, prefill=str(prefill), decode=str(decode))
+                # The scheduler may not have heard yet of a death that this gateway knows.
+                if dead := [str(worker) for worker in (prefill, decode) if worker not in self.members]:
+                    bound.warning("request_taken_back", dead=", ".join(dead))
+            case TermAccepted(term=term):
+                bound.info("request_handed_over", term=term)
+                self._sessions[message.key].handed_over()
+            case Preempt(term=term):
+                bound.info("request_preempted", term=term)
+            case SequenceLost(term=term, reason=reason, detail=detail):
+                bound.warning("sequence_lost", term=term, by=str(source), reason=reason, detail=detail)
 
     def check(self) -> None:
         self.core.check()

@@ -12,7 +12,7 @@ import trio
 from actors.boot import POOL
 from actors.shell import Actor
 from engine.ids import request_name
-from engine.messages import HandOver, StartPrefill
+from engine.messages import Cancel, HandOver, HandOverRefused, StartPrefill, TermAccepted
 from engine.worker import Worker, WorkerLimits
 from kernels.backend import Rows
 
@@ -47,6 +47,8 @@ class WorkerActor(Actor):
         self.core = Worker(self.me, self.boot.ordinal, self.page_table(), limits)
         self._news = trio.Event()
         self._busy_s = 0.0
+        # Checked before the line is made: a line a step costs something even when nobody wants it.
+        self._logs_steps = self.boot.topology.launch.log_level == "debug"
 
     async def prepare(self) -> None:
         open_backend = partial(self.world.open_backend, self.boot, self.world.segments[POOL])
@@ -65,7 +67,9 @@ class WorkerActor(Actor):
             result = await self.world.compute(partial(self.backend.step, rows_of(plan)))
             now = trio.current_time()
             self._busy_s += now - began
-            self.send(self.core.complete(plan, result.tokens.tolist(), now))
+            if self._logs_steps:
+                log_step(plan, now - began)
+            self._tell(self.core.complete(plan, result.tokens.tolist(), now))
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
         self._act(self.core.peers(up, down, now))
@@ -83,17 +87,51 @@ class WorkerActor(Actor):
                 log.info(
                     "hand_over_received", request_id=request_name(spec.key.request), term=term, filled=filled
                 )
+            case Cancel(key=key, term=term):
+                log.info("cancel_received", request_id=request_name(key.request), term=term)
         self._act(self.core.handle(source, cast("ToWorker", message), now))
 
     def _act(self, sends: Iterable[Send]) -> None:
-        self.send(sends)
+        self._tell(sends)
         self._news.set()
+
+    def _tell(self, sends: Iterable[Send]) -> None:
+        """Send what the core decided, and log where it takes a request further."""
+        sends = list(sends)
+        for target, message in sends:
+            match message:
+                case HandOver(term=term, spec=spec, filled=filled, pages=pages):
+                    log.info(
+                        "hand_over_offered",
+                        request_id=request_name(spec.key.request),
+                        term=term,
+                        decode=str(target),
+                        filled=filled,
+                        pages=len(pages),
+                    )
+                case HandOverRefused(key=key, term=term, reason=reason):
+                    name = request_name(key.request)
+                    log.warning("hand_over_refused", request_id=name, term=term, reason=reason)
+                case TermAccepted(key=key, term=term):
+                    log.info("decode_started", request_id=request_name(key.request), term=term)
+        self.send(sends)
 
     def check(self) -> None:
         self.core.check()
 
     def statistics(self) -> Statistics:
         return {**self.core.statistics(), "busy_s": round(self._busy_s, 3)}
+
+
+def log_step(plan: Plan, seconds: float) -> None:
+    """One line a step, with the requests that were in it: for the debug level."""
+    log.debug(
+        "step_computed",
+        request_ids=[request_name(piece.sequence.key.request) for piece in plan.slices],
+        rows=plan.rows,
+        sampled=sum(piece.samples for piece in plan.slices),
+        seconds=round(seconds, 5),
+    )
 
 
 def rows_of(plan: Plan) -> Rows:

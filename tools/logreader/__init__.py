@@ -1,0 +1,1 @@
+"""Reading the logs of a launch: records from files, the lives of requests, and how to show them."""
