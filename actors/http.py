@@ -196,7 +196,8 @@ class HttpDoor:
             raise ApiError(
                 400,
                 f"The context holds {context} tokens: the messages have {len(prompt)} and "
-                f"{wanted or 'at least 1'} to generate, {over} too many.",
+                f"{wanted or 'at least 1'} to generate, {over} too many"
+                + (f"; 'max_tokens' can be {room} at most." if room > 0 else "."),
                 param="messages" if room < 1 else "max_tokens",
                 code="context_length_exceeded",
             )
@@ -218,7 +219,7 @@ def _allow(method: str, *allowed: str) -> None:
         names = ", ".join(allowed)
         raise ApiError(
             405,
-            f"{method} is not allowed here; {names} is.",
+            f"{method} is not allowed here; use {' or '.join(allowed)}.",
             code="method_not_allowed",
             headers=((b"allow", names.encode()),),
         )

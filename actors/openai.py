@@ -8,7 +8,7 @@ effect is refused by name instead of being ignored. Source of the format: OpenAI
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -61,10 +61,13 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tex
     text: str
 
 
+Role = Literal["system", "user", "assistant"]
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of the conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Role
     content: str | Annotated[list[TextPart], Meta(min_length=1)]
 
     def text(self) -> str:
@@ -185,6 +188,9 @@ def _invalid(error: msgspec.ValidationError) -> ApiError:
             code, what = "unknown_parameter", "this parameter is not known here"
         else:
             code, what = "missing_required_parameter", "it is required"
+    if what.startswith("Invalid enum value"):
+        # The only such field.
+        what = f"{what.removeprefix('Invalid enum value ')} is none of {', '.join(get_args(Role))}"
     param = path[:200]
     if not param:
         return ApiError(400, f"The body is not a chat request: {what}.")
