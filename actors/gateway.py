@@ -65,6 +65,7 @@ class GatewaySession:
         self._opened = now
         self._last_token = now
         self._resuming = False
+        self._strangers = ""
         self._logs_tokens = gateway.boot.topology.launch.log_level == "debug"
 
     @property
@@ -100,6 +101,15 @@ class GatewaySession:
     def handed_over(self) -> None:
         """A decode worker has it: if it had tokens before, the next one ends a pause worth telling."""
         self._resuming = self._tokens > 0
+
+    def placement_refused(self, strangers: str) -> None:
+        """It was placed on workers that this gateway does not know: told once, though tried many times.
+
+        Rosters reach the scheduler and the gateway one after the other, when a worker comes or dies.
+        """
+        if strangers != self._strangers:
+            self._strangers = strangers
+            log.info("placement_refused", request_id=self.request_id, strangers=strangers)
 
     def push(self, token: int) -> bool:
         """Take a committed token; True when a stop string was hit."""
@@ -308,10 +318,11 @@ class GatewayActor(Actor):
         bound = log.bind(request_id=request_name(message.key.request))
         match message:
             case Place(term=term, prefill=prefill, decode=decode):
-                bound.info("request_placed", term=term + 1, prefill=str(prefill), decode=str(decode))
-                # The scheduler may not have heard yet of a death that this gateway knows.
-                if dead := [str(worker) for worker in (prefill, decode) if worker not in self.members]:
-                    bound.warning("request_taken_back", dead=", ".join(dead))
+                strangers = [str(worker) for worker in (prefill, decode) if worker not in self.members]
+                if strangers:
+                    self._sessions[message.key].placement_refused(", ".join(strangers))
+                else:
+                    bound.info("request_placed", term=term + 1, prefill=str(prefill), decode=str(decode))
             case TermAccepted(term=term):
                 bound.info("request_handed_over", term=term)
                 self._sessions[message.key].handed_over()

