@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 
 from engine.ids import Incarnation
+from engine.layout import PageTable, TokenLogArena, Vitals
 from engine.messages import ActorKind
 from engine.shapes import PageShape
 from engine.topology import Topology
@@ -15,6 +16,7 @@ from engine.topology import Topology
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from engine.model import ModelConfig
     from kernels.backend import Backend
     from transport.link import LinkFactory
 
@@ -28,6 +30,23 @@ STANDBY = "standby"
 PAGE_TABLE = "page-table"
 TOKEN_LOG = "token-log"
 VITALS = "vitals"
+
+
+def segment_sizes(topology: Topology, shape: PageShape, context_length: int) -> dict[str, int]:
+    """The shared segments of a host and their bytes; one that would be empty is not made."""
+    sizes = {
+        POOL: topology.kv.pages * shape.page_bytes,
+        STANDBY: topology.replicator.standby_pages * shape.page_bytes,
+        PAGE_TABLE: topology.kv.pages * PageTable.BYTES,
+        TOKEN_LOG: topology.log_slots * TokenLogArena.slot_bytes(context_length),
+        VITALS: len(topology.actors()) * Vitals.BYTES,
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def longest_context(topology: Topology, config: ModelConfig) -> int:
+    """Tokens that one request may have: what the model allows and the pool can hold of one alone."""
+    return min((topology.kv.pages - 1) * topology.kv.page_tokens, config.context_length)
 
 
 class Boot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from actors.boot import PAGE_TABLE, POOL, STANDBY, TOKEN_LOG, VITALS, Boot
+from actors.boot import POOL, STANDBY, VITALS, Boot, longest_context, segment_sizes
 from actors.launcher import Launcher
 from actors.logs import open_log
 from actors.processes import Processes
@@ -45,7 +45,7 @@ from actors.signals import StopSignals
 from actors.terminal import Terminal, say
 from engine import __version__
 from engine.errors import EstafetError, StartError, UsageError
-from engine.layout import PageTable, TokenLogArena, Vitals
+from engine.layout import Vitals
 from engine.model import ModelConfig, read_config
 from engine.supervision import Announce, raise_if_failed
 from engine.topology import Topology, parse
@@ -181,29 +181,13 @@ def find_model(topology: Topology, progress: bool) -> tuple[Path, ModelConfig]:
     return folder, read_config(folder)
 
 
-def fit_context(topology: Topology, config: ModelConfig) -> int:
-    """Tokens that one request may have: what the model allows and the pool can hold of one alone."""
-    room = (topology.kv.pages - 1) * topology.kv.page_tokens
-    if room < config.context_length:
-        say(f"kv.pages = {topology.kv.pages} holds {room} tokens: that is the longest context here")
-    return min(room, config.context_length)
-
-
 def make_segments(launch: Launch, stack: ExitStack) -> None:
     """The sealed memfds that outlive every actor and vanish with this process."""
-    topology = launch.topology
-    sizes = {
-        POOL: topology.kv.pages * launch.page_shape.page_bytes,
-        STANDBY: topology.replicator.standby_pages * launch.page_shape.page_bytes,
-        PAGE_TABLE: topology.kv.pages * PageTable.BYTES,
-        TOKEN_LOG: topology.log_slots * TokenLogArena.slot_bytes(launch.context_length),
-        VITALS: len(topology.actors()) * Vitals.BYTES,
-    }
-    check_memory(topology, sizes[POOL] + sizes[STANDBY])
+    sizes = segment_sizes(launch.topology, launch.page_shape, launch.context_length)
+    check_memory(launch.topology, sizes[POOL] + sizes.get(STANDBY, 0))
     for name, size in sizes.items():
-        if size:
-            launch.segments[name] = create_segment(name, size)
-            stack.callback(os.close, launch.segments[name])
+        launch.segments[name] = create_segment(name, size)
+        stack.callback(os.close, launch.segments[name])
 
 
 def check_memory(topology: Topology, needed: int) -> None:
@@ -287,7 +271,10 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
         name = Path(arguments.topology).stem
         run_dir = RunDir.create(arguments.run_dir or default_base(), name)
         stack.callback(run_dir.close)
-        made = Launch(topology, config, folder, shape, fit_context(topology, config), listeners, run_dir.path)
+        context = longest_context(topology, config)
+        if context < config.context_length:
+            say(f"kv.pages = {topology.kv.pages} holds {context} tokens: that is the longest context here")
+        made = Launch(topology, config, folder, shape, context, listeners, run_dir.path)
         make_segments(made, stack)
         open_log(run_dir.path / LOGS / "launcher.jsonl", topology.launch.log_level)
         say(f"{__version__}, {topology.model.name or config.name}, topology {name}")

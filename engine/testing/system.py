@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from actors.boot import PAGE_TABLE, POOL, STANDBY, TOKEN_LOG, VITALS, Boot, World
+from actors.boot import VITALS, Boot, World, longest_context, segment_sizes
 from actors.gateway import GatewayActor
 from actors.launcher import Launcher
 from actors.run import first_cause, make_actor
 from actors.sessions import Delta, End, Generation
 from engine.ids import Incarnation
 from engine.launch import read_topology
-from engine.layout import PageTable, TokenLogArena, Vitals
+from engine.layout import Vitals
 from engine.model import read_config
 from engine.sampling import GREEDY
 from engine.testing.models import generate
@@ -81,26 +81,15 @@ class System:
         self._links = FaultyNetwork(
             self._memory, nursery, random.Random(seed), plan=plan, on_message=self._message
         )
-        room = (self.topology.kv.pages - 1) * self.topology.kv.page_tokens
-        self._context_length = min(room, self.config.context_length)
-        self._segments = self._make_segments()
+        self._context_length = longest_context(self.topology, self.config)
+        sizes = segment_sizes(self.topology, self.shape, self._context_length)
+        self._segments = {name: memoryview(bytearray(size)) for name, size in sizes.items()}
         self._lives: dict[Incarnation, Life] = {}
         self.errors: list[BaseException] = []
         self.over: Over | None = None
         self._ended = trio.Event()
         self.vitals = Vitals(self._segments[VITALS], len(self.topology.actors()))
         self.launcher = Launcher(self.topology, self._links.links("launcher"), self.vitals)
-
-    def _make_segments(self) -> dict[str, memoryview]:
-        topology = self.topology
-        sizes = {
-            POOL: topology.kv.pages * self.shape.page_bytes,
-            STANDBY: topology.replicator.standby_pages * self.shape.page_bytes,
-            PAGE_TABLE: topology.kv.pages * PageTable.BYTES,
-            TOKEN_LOG: topology.log_slots * TokenLogArena.slot_bytes(self._context_length),
-            VITALS: len(topology.actors()) * Vitals.BYTES,
-        }
-        return {name: memoryview(bytearray(size)) for name, size in sizes.items() if size}
 
     # ── start and end ─────────────────────────────────────────────────────────────────────────
 
