@@ -56,6 +56,7 @@ class Facts:
         """Of a file that holds one JSON object; ModelError when it does not."""
         try:
             values = json.loads(read_small_file(path))
+            json.dumps(values, ensure_ascii=False).encode()  # half a surrogate is no text to anybody else
         except (ValueError, RecursionError) as error:
             raise ModelError(f"{path}: not JSON: {error}; fetch it again") from None
         if not isinstance(values, dict):

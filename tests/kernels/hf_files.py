@@ -6,11 +6,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from engine.model import CONFIG, WEIGHTS
+from engine.errors import ModelError
+from engine.model import CONFIG, WEIGHTS, read_config
+from kernels.prepare import prepare
 from kernels.random_model import write_random_model
 
 if TYPE_CHECKING:
@@ -117,3 +120,44 @@ def _finished(tokenizer: Tokenizer) -> Tokenizer:
         single=["<s>", "$A"], special_tokens=[("<s>", 1)]
     )
     return tokenizer
+
+
+def link_default_model(folder: Path, model_folder: Path) -> None:
+    """All of the default model but its weights, as a Hugging Face folder."""
+    own = read_config(model_folder)
+    folder.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (folder / name).symlink_to(model_folder / name)
+    facts = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": own.vocab_size,
+        "hidden_size": own.hidden_size,
+        "intermediate_size": own.ffn_size,
+        "num_hidden_layers": own.layers,
+        "num_attention_heads": own.heads,
+        "num_key_value_heads": own.kv_heads,
+        "max_position_embeddings": own.context_length,
+        "rope_theta": own.rope_theta,
+        "rms_norm_eps": own.rms_eps,
+        "tie_word_embeddings": own.tied_embeddings,
+        "bos_token_id": own.bos_token,
+        "eos_token_id": list(own.eos_tokens),
+    }
+    write_json(folder / "config.json", facts)
+
+
+def prepared(folder: Path) -> Path:
+    """The prepared folder, in a cache beside the model."""
+    return prepare(folder, folder.parent / "cache", progress=False)
+
+
+def refused(folder: Path) -> str:
+    """The error's line; nothing stays in the cache."""
+    cache = folder.parent / "cache"
+    with pytest.raises(ModelError) as caught:
+        prepare(folder, cache, progress=False)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert line.startswith(str(folder))
+    assert not cache.is_dir() or [entry.name for entry in cache.iterdir()] in ([], [".lock"])
+    return line
