@@ -113,6 +113,8 @@ class Entry:
     refusals: int = 0
     holders: set[Incarnation] = field(default_factory=set)
     """Workers that may hold a sequence of the current term."""
+    excluding: set[Incarnation] = field(default_factory=set)
+    """Workers that it was placed with and that this gateway did not know."""
 
 
 class Ledger:
@@ -190,8 +192,12 @@ class Ledger:
             if not entry.holders.isdisjoint(down):
                 entry.faults += 1
                 effects += self._take_back(entry, f"{entry.faults} workers died while they ran it")
-        if any(member.kind == "scheduler" for member in up):
-            effects += [self._fact(entry) for entry in self._entries.values()]
+        news = any(member.kind == "scheduler" for member in up)
+        for entry in self._entries.values():
+            known = entry.excluding & self._alive
+            entry.excluding -= known
+            if news or known:
+                effects.append(self._fact(entry))
         return effects
 
     def handle(self, source: Incarnation, message: ToGateway, now: float) -> list[Effect]:
@@ -228,7 +234,9 @@ class Ledger:
         self._set_term(entry, entry.term + 1)
         entry.prefill, entry.decode = message.prefill, message.decode
         entry.holders = {message.prefill, message.decode}
-        if not entry.holders <= self._alive:
+        if unknown := entry.holders - self._alive:
+            # Dead, or too new for this gateway's roster: without a word the scheduler would say it again.
+            entry.excluding |= unknown
             return self._take_back(entry, None)
         record = entry.record
         spec = SequenceSpec(
@@ -342,6 +350,7 @@ class Ledger:
                 entry.record.limit,
                 entry.prefill,
                 entry.decode,
+                tuple(sorted(entry.excluding)),
             ),
         )
 

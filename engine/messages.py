@@ -129,6 +129,8 @@ class RequestFact(Message, frozen=True):
     """Tokens in the log at most."""
     prefill: Incarnation | None = None
     decode: Incarnation | None = None
+    excluding: tuple[Incarnation, ...] = ()
+    """Workers that the gateway does not know (yet, or any more): placing it there would be in vain."""
 
 
 class RequestEnded(Message, frozen=True):

@@ -158,12 +158,12 @@ class Scheduler:
         prefills = [
             (len(slots.prefilling), worker)
             for worker, slots in self._workers.items()
-            if len(slots.prefilling) < slots.prefill_slots
+            if len(slots.prefilling) < slots.prefill_slots and worker not in fact.excluding
         ]
         decodes = {
             worker: len(slots.decoding)
             for worker, slots in self._workers.items()
-            if len(slots.decoding) < slots.decode_slots
+            if len(slots.decoding) < slots.decode_slots and worker not in fact.excluding
         }
         if not prefills or not decodes:
             return None

@@ -545,3 +545,23 @@ TestMachine.settings = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+# ── placements with workers that this gateway does not know ───────────────────────────────────
+
+
+def test_a_placement_with_an_unknown_worker_is_not_asked_for_again_until_it_is_known() -> None:
+    """Else gateway and scheduler say it to each other until the roster arrives, thousands of times."""
+    desk = Desk()
+    key = desk.open()
+    newer = Incarnation("d", 2)
+    effects = desk.place(key, PREFILL, newer)
+    [fact] = [send.message for send in effects if isinstance(send, Send) and send.to == "scheduler"]
+    assert isinstance(fact, RequestFact)
+    assert (fact.stage, fact.excluding) == ("waiting", (newer,))
+    [known] = desk.core.peers([member(newer)], [], 0.0)
+    assert isinstance(known, Send)
+    assert known.message == msgspec.structs.replace(fact, excluding=())
+    assert [type(send.message) for send in desk.place(key, PREFILL, newer) if isinstance(send, Send)] == [
+        StartPrefill
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -90,6 +91,13 @@ def preempted(sends: list[Send]) -> list[int]:
 
 
 # ── placement ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_worker_that_the_gateway_does_not_know_is_not_proposed_to_it() -> None:
+    desk = Desk((P, 1, 0), (D, 0, 1), (E, 0, 1))
+    fact = msgspec.structs.replace(waiting(1), excluding=(D,))
+    assert [place.decode for place in places(desk.tell(FRONT, fact))] == [E]
+    assert places(desk.tell(FRONT, msgspec.structs.replace(waiting(2), excluding=(P,)))) == []
 
 
 def test_a_request_is_placed_in_its_term_by_a_word_to_its_gateway() -> None:
