@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from tools import interrupts
 from tools.install import ROOT, Installer, InstallError, Machine, Options, add_options, say
 
 
@@ -56,8 +57,6 @@ def main(arguments: list[str]) -> int:
     except InstallError as error:
         say(str(error))
         return 3
-    except KeyboardInterrupt:
-        return 130
 
 
 def run_checks(todo: list[Check], programs: str) -> int:
@@ -78,4 +77,4 @@ def run_checks(todo: list[Check], programs: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupts.guarded(lambda: main(sys.argv[1:])))

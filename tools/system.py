@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools import children
 from tools.install import ROOT, say
+from tools.terminal import Relay, Screen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
 
 STOP_S = 20.0
 """How long the launcher may take to stop everything after SIGTERM."""
-_PR_SET_PDEATHSIG = 1
+HURRY_S = 10.0
+"""How long it may take once it was told so twice."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SystemFailed(Exception):
@@ -61,67 +66,70 @@ def _gateways(topology: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def running_system(command: Sequence[str]) -> Iterator[Running]:
+def running_system(command: Sequence[str], screen: Screen | None = None) -> Iterator[Running]:
     """A system that is ready, and is gone at the end, whatever happens; its own words go to stderr.
 
     The command is given `--ready-fd N` and writes {"url": …, "run_dir": …} to it when it is ready.
-    SystemFailed when it ends before that, or does not stop cleanly.
+    With a screen that is shared its words go through that. SystemFailed when it ends before it is
+    ready, or does not stop cleanly.
     """
+    relay = Relay(screen) if screen is not None and screen.is_shared else None
     reading, writing = os.pipe()
-    try:
-        launcher = subprocess.Popen(
-            [*command, "--ready-fd", str(writing)],
-            stdin=subprocess.DEVNULL,
-            stdout=2,
-            pass_fds=(writing,),
-            process_group=0,  # Ctrl-C is for us, who then stop it in order
-            preexec_fn=_die_with_parent(),  # noqa: PLW1509 (this process has one thread)
-        )
-    except BaseException:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-    try:
-        with os.fdopen(reading) as ready:
-            line = ready.readline()
-        if not line:
-            code = launcher.wait()
-            raise SystemFailed(
-                f"the system could not be started (exit code {code})", code if code == 2 else 3
+    with os.fdopen(reading) as ready, contextlib.ExitStack() as outlives:
+        try:
+            words = outlives.enter_context(relay) if relay is not None else 2
+            launcher = children.start(
+                [*command, "--ready-fd", str(writing)], stdout=words, stderr=words, pass_fds=(writing,)
             )
-        facts = json.loads(line)
-        yield Running(facts["url"], facts["run_dir"], launcher.pid)
-    except BaseException:
-        _stop(launcher)
-        raise
-    code = _stop(launcher)
+        finally:
+            os.close(writing)
+        try:
+            if relay is not None:
+                relay.begin()
+            line = ready.readline()
+            if not line:
+                code = launcher.wait()
+                raise SystemFailed(
+                    f"the system could not be started (exit code {code})", code if code == 2 else 3
+                )
+            facts = json.loads(line)
+            yield Running(facts["url"], facts["run_dir"], launcher.pid)
+        except BaseException as error:
+            if screen is not None and isinstance(error, KeyboardInterrupt):
+                screen.interrupted()  # before the launcher says that it stops
+            _stop(launcher)
+            raise
+        code = _stop(launcher)
     if code:
         raise SystemFailed(f"the system did not stop cleanly (exit code {code})", 70)
 
 
 def _stop(launcher: subprocess.Popen[bytes]) -> int:
-    """Have the launcher stop everything; by force when it takes too long or we are interrupted again."""
-    if launcher.poll() is None:
+    """Have the launcher stop everything; at once if we are asked again, by force if it takes too long."""
+    deadline = time.monotonic() + STOP_S
+
+    def hurry(number: int, _frame: FrameType | None) -> None:
+        nonlocal deadline
+        deadline = min(deadline, time.monotonic() + HURRY_S)
+        if number == signal.SIGINT and os.isatty(2):
+            os.write(2, b"\r")  # what is said next covers the terminal's ^C
+        launcher.send_signal(signal.SIGTERM)  # the second one ends its patience
+
+    with _handling(hurry):
         launcher.send_signal(signal.SIGTERM)
-    try:
-        return launcher.wait(STOP_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        while (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return launcher.wait(min(left, 1.0))
         say("the launcher does not stop: killing it, and its actors with it")
         launcher.kill()
         return launcher.wait()
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """What makes a child get SIGTERM when we are killed and cannot stop it (Linux only)."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def in_child() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # we died before the call
-            os._exit(1)
-
-    return in_child
+@contextlib.contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -42,7 +42,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+asked = 0
 def stop(*_):
+    global asked
+    asked += 1
+    print("asked to stop", flush=True)
+    if mode == "slow" and asked < 2:
+        return
     print("stopped", flush=True)
     os._exit(9 if mode == "dirty" else 0)
 
@@ -110,9 +116,9 @@ def test_every_gateway_of_the_topology_gets_a_free_port(tmp_path: Path) -> None:
 def test_nothing_stays_behind(kill: signal.Signals) -> None:
     script = f"""\
 import signal, sys
-from tools.ask import _stop_in_order
+from tools.interrupts import leave_in_order
 from tools.system import running_system
-signal.signal(signal.SIGTERM, _stop_in_order)
+signal.signal(signal.SIGTERM, leave_in_order)
 with running_system({launcher("ok")!r}):
     print("ready", flush=True)
     sys.stdin.read()
@@ -131,3 +137,32 @@ with running_system({launcher("ok")!r}):
         # The launcher writes to our stderr pipe: it ends when both are gone.
         assert b"stopped" in asker.stderr.read()
     assert asker.returncode != 0
+
+
+def test_a_second_ctrl_c_is_passed_on_and_kills_nothing() -> None:
+    script = f"""\
+import sys
+from tools import interrupts
+from tools.system import running_system
+def main():
+    with running_system({launcher("slow")!r}):
+        print("ready", flush=True)
+        sys.stdin.read()
+sys.exit(interrupts.guarded(main))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as asker:
+        assert asker.stdout is not None
+        assert asker.stderr is not None
+        assert asker.stdout.readline() == b"ready\n"
+        os.kill(asker.pid, signal.SIGINT)
+        said = asker.stderr.readline().splitlines()
+        os.kill(asker.pid, signal.SIGINT)
+        said += asker.stderr.read().splitlines()
+    assert said == [b"asked to stop", b"asked to stop", b"stopped", b"estafet: interrupted"]
+    assert asker.returncode == 130

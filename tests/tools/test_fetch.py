@@ -111,7 +111,7 @@ def test_the_command_prints_the_path_or_one_line(
     assert main(["--cache", str(tmp_path / "other")]) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
+    assert [line[:9] for line in captured.err.splitlines()] == ["estafet: "] * 2
 
 
 @pytest.mark.model
