@@ -163,7 +163,7 @@ def check_model(topology: Topology) -> None:
     path = topology.model.path
     if path != "default" and not (path and Path(path).expanduser().exists()):
         expected = 'expected a GGUF file, a model folder, or "default"'
-        raise StartError(f"model.path = {path!r}: there is nothing; {expected}")
+        raise StartError(f"model.path = {path!r}: no such file or folder; {expected}")
 
 
 def find_model(topology: Topology, progress: bool) -> tuple[Path, ModelConfig]:

@@ -44,17 +44,19 @@ def refused(
     ("settings", "says"),
     [
         pytest.param(("kv.pagez=7",), ("kv.pagez = 7", "unknown key", "pages"), id="unknown key"),
-        pytest.param(('kv.pages="many"',), ("kv.pages = 'many'", "`int`"), id="wrong type"),
-        pytest.param(
-            ("gateway.front.port=8123", "gateway.back.port=8123"),
-            ("gateway.back.port = 8123", "gateway.front"),
-            id="two gateways on one port",
-        ),
+        pytest.param(('kv.pages="many"',), ("kv.pages = 'many'", "expected int"), id="wrong type"),
+        pytest.param(("gateway.frnt.port=0",), ("no gateway 'frnt'", "front"), id="unknown actor"),
         pytest.param(('worker.prefill.role="decode"',), ("no worker can prefill",), id="nobody prefills"),
     ],
 )
 def test_a_wrong_topology(tmp_path: Path, settings: tuple[str, ...], says: tuple[str, ...]) -> None:
     refused(tmp_path, 2, *says, settings=settings)
+
+
+def test_two_gateways_on_one_port(tmp_path: Path) -> None:
+    path = tmp_path / "twins.toml"
+    path.write_text("[gateway.front]\nport = 8123\n[gateway.back]\nport = 8123\n[worker.w]\nrole = 'both'\n")
+    refused(tmp_path, 2, "gateway.back.port = 8123", "gateway.front", topology=str(path), settings=())
 
 
 def test_a_missing_topology_file(tmp_path: Path) -> None:
