@@ -12,6 +12,7 @@ import structlog
 import trio
 
 from actors.boot import LAUNCHER, TOKEN_LOG
+from actors.metrics import Exposition, RequestMetrics, SystemCollector, Traffic
 from actors.sessions import Delta, Draining, End, QueueFull
 from actors.shell import Actor
 from engine.core import Send
@@ -66,6 +67,8 @@ class GatewaySession:
         self._last_token = now
         self._resuming = False
         self._strangers = ""
+        self._placed = False
+        self._metrics = gateway.metrics
         self._logs_tokens = gateway.boot.topology.launch.log_level == "debug"
 
     @property
@@ -98,6 +101,12 @@ class GatewaySession:
 
     # ── called by the gateway ─────────────────────────────────────────────────────────────────
 
+    def placed(self) -> None:
+        """It got a place; the first time ends the queueing that is measured."""
+        if not self._placed:
+            self._placed = True
+            self._metrics.queue_time.observe(trio.current_time() - self._opened)
+
     def handed_over(self) -> None:
         """A decode worker has it: if it had tokens before, the next one ends a pause worth telling."""
         self._resuming = self._tokens > 0
@@ -115,12 +124,15 @@ class GatewaySession:
         """Take a committed token; True when a stop string was hit."""
         now = trio.current_time()
         if self._tokens == 0:
-            seconds = round(now - self._opened, 4)
-            log.info("first_token_committed", request_id=self.request_id, seconds=seconds)
-        elif self._resuming or now - self._last_token > GAP_S:
-            event = "stream_resumed" if self._resuming else "token_gap_seen"
-            gap = round(now - self._last_token, 4)
-            log.info(event, request_id=self.request_id, after=self._tokens, seconds=gap)
+            seconds = now - self._opened
+            self._metrics.first_token(seconds, len(self._generation.prompt))
+            log.info("first_token_committed", request_id=self.request_id, seconds=round(seconds, 4))
+        else:
+            gap = now - self._last_token
+            self._metrics.inter_token.observe(gap)
+            if self._resuming or gap > GAP_S:
+                event = "stream_resumed" if self._resuming else "token_gap_seen"
+                log.info(event, request_id=self.request_id, after=self._tokens, seconds=round(gap, 4))
         self._resuming = False
         self._last_token = now
         self._tokens += 1
@@ -142,6 +154,8 @@ class GatewaySession:
         prompt = len(self._generation.prompt)
         self._end = End(reason, prompt, self._tokens, error)
         self._news.set()
+        seconds = trio.current_time() - self._opened
+        self._metrics.ended(reason, seconds)
         log.info(
             "request_ended",
             request_id=self.request_id,
@@ -149,7 +163,7 @@ class GatewaySession:
             error=error,
             prompt_tokens=prompt,
             completion_tokens=self._tokens,
-            seconds=round(trio.current_time() - self._opened, 4),
+            seconds=round(seconds, 4),
         )
 
 
@@ -164,6 +178,7 @@ class GatewayActor(Actor):
         topology = self.boot.topology
         arena = TokenLogArena(world.segments[TOKEN_LOG], topology.log_slots, self.boot.context_length)
         self.core = Ledger(self.me, self.boot.ordinal, arena, topology.log_slots_of(self.me.name))
+        self.metrics = RequestMetrics()
         self._sessions: dict[SequenceKey, GatewaySession] = {}
         self._progress = trio.current_time()
         self._idle = trio.Event()
@@ -181,6 +196,7 @@ class GatewayActor(Actor):
     def open(self, generation: Generation) -> GatewaySession:
         """Accept a request, or raise Refused."""
         if self.draining.is_set() or self.stopping.is_set():
+            self.metrics.refused("draining")
             raise Draining
         now = trio.current_time()
         if not self._sessions:
@@ -192,6 +208,7 @@ class GatewayActor(Actor):
         try:
             key, effects = self.core.open(prompt, limit, self.model.eos_tokens, generation.sampling, now)
         except LedgerFull:
+            self.metrics.refused("queue_full")
             raise QueueFull from None
         session = GatewaySession(self, key, generation, now)
         self._sessions[key] = session
@@ -227,6 +244,10 @@ class GatewayActor(Actor):
     def system_statistics(self) -> dict[str, dict[str, int | float]]:
         """What every actor of the topology last published, by name."""
         return {actor.name: self.vitals.statistics(actor.ordinal) for actor in self.boot.topology.actors()}
+
+    def render_metrics(self) -> bytes:
+        """The body of GET /metrics."""
+        return self._exposition.render()
 
     # ── sessions ──────────────────────────────────────────────────────────────────────────────
 
@@ -268,6 +289,11 @@ class GatewayActor(Actor):
         # What fits the pool may be less than what the model allows.
         self.model = msgspec.structs.replace(config, name=name, context_length=self.boot.context_length)
         self.text = await self.world.compute(partial(TextCodec.load, folder))
+        actors, traffic = self.boot.topology.actors(), Traffic.of(folder, self.model, self.boot.page_shape)
+        collector = SystemCollector(
+            self.metrics, self.core.statistics, actors, self.vitals, self.model, traffic
+        )
+        self._exposition = Exposition(collector)
 
     async def serve(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -323,6 +349,7 @@ class GatewayActor(Actor):
                     self._sessions[message.key].placement_refused(", ".join(strangers))
                 else:
                     bound.info("request_placed", term=term + 1, prefill=str(prefill), decode=str(decode))
+                    self._sessions[message.key].placed()
             case TermAccepted(term=term):
                 bound.info("request_handed_over", term=term)
                 self._sessions[message.key].handed_over()

@@ -5,8 +5,9 @@
     GET  /health/live            the process answers
     GET  /health/ready           a token could be produced now
     GET  /statistics             what every actor last published of itself
+    GET  /metrics                the same and more for Prometheus
 
-Plain ASGI: there are six routes, and a framework between a token and its socket costs more than
+Plain ASGI: there are few routes, and a framework between a token and its socket costs more than
 it gives. A client that goes away, or shuts its sending side down, cancels its session at once.
 """
 
@@ -23,6 +24,7 @@ import trio
 
 from actors.http_reply import Client, Receive, Reply, Send, server_error
 from actors.http_server import ServerLimits, serve_app
+from actors.metrics import CONTENT_TYPE
 from actors.openai import ApiError, ChatRequest, Model, ModelList, parse_chat
 from actors.sessions import Draining, Generation, QueueFull, Refused
 from engine.chat_template import TemplateError
@@ -118,6 +120,9 @@ class HttpDoor:
         elif path == "/statistics":
             _allow(method, "GET", "HEAD")
             await client.send_json(200, self._sessions.system_statistics())
+        elif path == "/metrics":
+            _allow(method, "GET", "HEAD")
+            await client.send_whole(200, self._sessions.render_metrics(), CONTENT_TYPE)
         else:
             raise ApiError(404, f"There is nothing at {method} {path[:200]}.", code="unknown_url")
 

@@ -70,9 +70,14 @@ class Client:
         self, status: int, value: object, headers: Iterable[tuple[bytes, bytes]] = ()
     ) -> None:
         """Send a whole response with a JSON body."""
+        await self.send_whole(status, _encode(value), "application/json", headers)
+
+    async def send_whole(
+        self, status: int, body: bytes, content_type: str, headers: Iterable[tuple[bytes, bytes]] = ()
+    ) -> None:
+        """Send a whole response."""
         self._answered = True
-        body = _encode(value)
-        fixed = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+        fixed = ((b"content-type", content_type.encode()), (b"content-length", b"%d" % len(body)))
         await self.send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
         await self._drain()

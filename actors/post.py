@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 FRAMES_A_TURN = 64
+COUNTS = ("messages_out", "messages_in", "messages_dropped", "protocol_errors")
+"""What is counted from zero and shown; rarer things are shown once they have happened."""
 EARLY_FRAMES = 10_000
 """Frames of incarnations that the roster does not know yet, at most; more are lost and sent again."""
 
@@ -217,4 +219,9 @@ class PostOffice:
 
     def statistics(self) -> Statistics:
         """Counts since the start."""
-        return {**self.counts, "peers": len(self._peers), "frames_early": len(self._early)}
+        return {
+            **dict.fromkeys(COUNTS, 0),
+            **self.counts,
+            "peers": len(self._peers),
+            "frames_early": len(self._early),
+        }

@@ -103,3 +103,7 @@ class Sessions(Protocol):
     def system_statistics(self) -> dict[str, dict[str, int | float]]:
         """What every actor of the system last published, by its name."""
         ...
+
+    def render_metrics(self) -> bytes:
+        """The body of GET /metrics."""
+        ...

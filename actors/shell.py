@@ -133,6 +133,7 @@ class Actor(ABC):
 
     async def _beat(self) -> None:
         """Show that the event loop turns, and what is in it."""
+        looked: Statistics | None = None
         shown: Statistics | None = None
         checked = False
         beats = 0
@@ -141,9 +142,12 @@ class Actor(ABC):
             beats += 1
             if beats % BEATS_A_LOOK == 0 and self.serving:
                 statistics = self.statistics()
-                if statistics != shown:
-                    self.vitals.publish(self.boot.ordinal, {"epoch": self.me.epoch, **statistics})
-                    shown, checked = statistics, False
+                figures = {"epoch": self.me.epoch, **statistics, **self.post.statistics()}
+                if figures != shown:
+                    self.vitals.publish(self.boot.ordinal, figures)
+                    shown = figures
+                if statistics != looked:
+                    looked, checked = statistics, False
                 elif not checked:
                     self.check()
                     checked = True

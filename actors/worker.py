@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+PHASES = ("prefill", "decode", "mixed")
+
 
 class WorkerActor(Actor):
     """Runs the batch."""
@@ -46,7 +48,9 @@ class WorkerActor(Actor):
         )
         self.core = Worker(self.me, self.boot.ordinal, self.page_table(), limits)
         self._news = trio.Event()
-        self._busy_s = 0.0
+        self._busy_s = dict.fromkeys(PHASES, 0.0)
+        self._steps = dict.fromkeys(PHASES, 0)
+        self._positions_read = 0
         # Checked before the line is made: a line a step costs something even when nobody wants it.
         self._logs_steps = self.boot.topology.launch.log_level == "debug"
 
@@ -66,10 +70,16 @@ class WorkerActor(Actor):
             began = trio.current_time()
             result = await self.world.compute(partial(self.backend.step, rows_of(plan)))
             now = trio.current_time()
-            self._busy_s += now - began
+            self._count(plan, now - began)
             if self._logs_steps:
                 log_step(plan, now - began)
             self._tell(self.core.complete(plan, result.tokens.tolist(), now))
+
+    def _count(self, plan: Plan, seconds: float) -> None:
+        phase = phase_of(plan)
+        self._busy_s[phase] += seconds
+        self._steps[phase] += 1
+        self._positions_read += sum(piece.start + piece.length for piece in plan.slices)
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
         self._act(self.core.peers(up, down, now))
@@ -122,7 +132,19 @@ class WorkerActor(Actor):
         self.core.check()
 
     def statistics(self) -> Statistics:
-        return {**self.core.statistics(), "busy_s": round(self._busy_s, 3)}
+        return {
+            **self.core.statistics(),
+            "busy_s": round(sum(self._busy_s.values()), 3),
+            **{f"busy_{phase}_s": round(seconds, 3) for phase, seconds in self._busy_s.items()},
+            **{f"steps_{phase}": count for phase, count in self._steps.items()},
+            "positions_read": self._positions_read,
+        }
+
+
+def phase_of(plan: Plan) -> str:
+    """What a step does: "prefill" samples nothing, "decode" with every sequence, "mixed" with some."""
+    samples = sum(piece.samples for piece in plan.slices)
+    return "prefill" if samples == 0 else "decode" if samples == len(plan.slices) else "mixed"
 
 
 def log_step(plan: Plan, seconds: float) -> None:

@@ -123,6 +123,9 @@ class ScriptedSessions:
     def system_statistics(self) -> dict[str, dict[str, int | float]]:
         return {"scheduler": {"requests": 0}}
 
+    def render_metrics(self) -> bytes:
+        return b"# nothing\n"
+
     def not_ready(self) -> str | None:
         return self.reason
 

@@ -1,0 +1,364 @@
+"""GET /metrics: what a gateway measures of its requests, and what the other actors publish of themselves.
+
+Two sources, and what that means for whoever sums over several gateways:
+
+    without `actor`   the gateway's own requests: queue, TTFT, tokens … Different at each gateway: sum them.
+    with `actor`      what an actor last published in shared memory (at most 250 ms old). The same at each
+                      gateway: take any. What a dead incarnation said is not shown; counters begin again
+                      with each incarnation, as Prometheus expects of a process.
+
+The names are vLLM's with another prefix wherever the thing is the same. Shares are 0 … 1, also where
+the name says `perc`, as there.
+
+Nothing but a few additions to plain integers happens when a token is committed; everything that
+belongs to Prometheus happens when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from prometheus_client import Metric
+
+    from engine.core import Statistics
+    from engine.layout import Vitals
+    from engine.messages import ActorKind
+    from engine.model import ModelConfig
+    from engine.shapes import PageShape
+    from engine.topology import Actor
+
+PREFIX = "estafet:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# vLLM's bounds, so that its dashboards show the same columns.
+TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+          40.0, 80.0, 160.0, 640.0)  # fmt: skip
+ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+         40.0, 80.0)  # fmt: skip
+REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+             480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+# A place that is free is found within a millisecond here, which vLLM's bounds cannot tell from 0.3 s.
+QUEUE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, *REQUEST_S)
+
+
+class Histogram:
+    """Counts of durations between fixed bounds.
+
+    prometheus-client's own takes a lock and walks the bounds: 1.0 µs an observation where this takes
+    0.2, and there is one a token. One thread observes and scrapes, so there is nothing to lock.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one duration."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
+        """As Prometheus wants it: each bucket counts everything up to its bound."""
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        return HistogramMetricFamily(PREFIX + name, documentation, buckets=buckets, sum_value=self._sum)
+
+
+class RequestMetrics:
+    """What a gateway observes of its own requests, as it happens."""
+
+    def __init__(self) -> None:
+        self.time_to_first_token = Histogram(TTFT_S)
+        self.inter_token = Histogram(ITL_S)
+        self.end_to_end = Histogram(REQUEST_S)
+        self.queue_time = Histogram(QUEUE_S)
+        self._prompt_tokens = 0
+        self._ends: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+
+    def first_token(self, seconds: float, prompt_tokens: int) -> None:
+        """The first token was committed so long after the admission: the prompt has been processed."""
+        self.time_to_first_token.observe(seconds)
+        self._prompt_tokens += prompt_tokens
+
+    def ended(self, reason: str, seconds: float) -> None:
+        """A request ended; durations are those of answers that are complete."""
+        self._ends[reason] += 1
+        if reason in ("stop", "length"):
+            self.end_to_end.observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        """A request was not admitted."""
+        self._refused[reason] += 1
+
+    def families(self) -> Iterator[Metric]:
+        """Everything observed so far."""
+        yield self.time_to_first_token.family(
+            "time_to_first_token_seconds", "From the admission to the first committed token."
+        )
+        yield self.inter_token.family(
+            "inter_token_latency_seconds", "Between committed tokens of a request, pauses by deaths included."
+        )
+        yield self.end_to_end.family(
+            "e2e_request_latency_seconds", "From the admission to the end of answers that are complete."
+        )
+        yield self.queue_time.family(
+            "request_queue_time_seconds", "From the admission to the first placement on workers."
+        )
+        yield _counter("prompt_tokens", "Prompt tokens of requests that got a token.", self._prompt_tokens)
+        success = CounterMetricFamily(
+            f"{PREFIX}request_success", "Complete answers.", labels=("finished_reason",)
+        )
+        for reason in ("stop", "length"):
+            success.add_metric((reason,), self._ends[reason])
+        yield success
+        yield _counter("request_cancelled", "Requests that their client gave up.", self._ends["cancelled"])
+        yield _counter("request_failed", "Requests that ended with an error.", self._ends["error"])
+        refused = CounterMetricFamily(
+            f"{PREFIX}request_refused", "Requests not admitted.", labels=("reason",)
+        )
+        for reason in ("queue_full", "draining"):
+            refused.add_metric((reason,), self._refused[reason])
+        yield refused
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that a step of a model has to read from memory at the least: not measured, but counted.
+
+    Weights: every matrix once a step, in float32, as the files hold them; the output matrix only by
+    steps that sample, the input embedding never (a row a token is looked up). A step that is computed
+    in tiles reads matrices more often, as far as caches do not hold them, and that is not in here.
+    KV: every position that a sequence attends to once a step, keys and values of all layers.
+    """
+
+    body_bytes: int
+    output_bytes: int
+    position_bytes: int
+
+    @classmethod
+    def of(cls, folder: Path, model: ModelConfig, shape: PageShape) -> Traffic:
+        """The traffic of a prepared model with such pages."""
+        files = sum(path.stat().st_size for path in folder.glob("weights*.safetensors"))
+        matrix = 4 * model.vocab_size * model.hidden_size
+        embeddings = matrix if model.tied_embeddings else 2 * matrix
+        return cls(files - embeddings, matrix, shape.page_bytes // shape.tokens)
+
+    def weight_bytes(self, figures: Statistics) -> float:
+        """Read by all steps of a worker so far."""
+        sampling = figures["steps_decode"] + figures["steps_mixed"]
+        return (figures["steps_prefill"] + sampling) * self.body_bytes + sampling * self.output_bytes
+
+    def kv_bytes(self, figures: Statistics) -> float:
+        """Read by all steps of a worker so far."""
+        return figures["positions_read"] * self.position_bytes
+
+
+class Family(NamedTuple):
+    """How figures that actors of a kind publish are shown."""
+
+    kind: ActorKind
+    type: Literal["gauge", "counter"]
+    name: str
+    documentation: str
+    keys: dict[str, str]
+    """From a key of `statistics()` to the value of the label, "" for a family without one."""
+    label: str = ""
+
+
+PUBLISHED = (
+    Family("allocator", "gauge", "kv_pages", "KV pages by state.",
+           {f"pages_{state}": state for state in ("free", "cached", "leased", "open", "sealed")}, "state"),
+    Family("allocator", "counter", "kv_pages_reclaimed", "Pages taken back from the dead.",
+           {"pages_reclaimed": ""}),
+    Family("scheduler", "counter", "num_preemptions", "Requests taken back for want of pages.",
+           {"preemptions": ""}),
+    Family("scheduler", "counter", "placements", "Requests given a place.", {"placements": ""}),
+    Family("worker", "gauge", "worker_sequences", "Sequences on a worker, by state.",
+           {f"sequences_{state}": state for state in ("prefill", "offered", "decode")}, "state"),
+    Family("worker", "counter", "worker_positions_computed", "Rows of all steps.", {"tokens_filled": ""}),
+    Family("worker", "counter", "worker_tokens_sampled", "Tokens sampled.", {"tokens_out": ""}),
+    Family("worker", "counter", "backend_busy_seconds",
+           "Seconds inside the backend: its rate is the utilisation, a share of wall time.", {"busy_s": ""}),
+    Family("worker", "counter", "hand_overs_refused", "Hand-overs not taken.", {"hand_overs_refused": ""}),
+    Family("replicator", "gauge", "replication_lag_pages", "Sealed pages that wait for their copy.",
+           {"pages_waiting": ""}),
+    Family("replicator", "gauge", "replicated_pages", "Pages whose copy is safe.", {"pages_safe": ""}),
+    Family("replicator", "counter", "replication_pages_copied", "Pages copied.", {"pages_copied": ""}),
+    Family("health", "counter", "actor_deaths", "Incarnations declared dead.", {"deaths": ""}),
+    Family("health", "counter", "actor_kills", "Incarnations killed for their silence.", {"kills": ""}),
+)  # fmt: skip
+
+PHASES = ("prefill", "decode", "mixed")
+
+MESSAGES = {
+    "messages_out": "Messages sent.",
+    "messages_in": "Messages taken.",
+    "messages_dropped": "Messages to somebody who was dead or took nothing.",
+    "protocol_errors": "Frames that nobody could read.",
+}
+
+
+class SystemCollector(Collector):
+    """Reads everything at the moment of a scrape."""
+
+    def __init__(
+        self,
+        requests: RequestMetrics,
+        own: Callable[[], Statistics],
+        actors: Sequence[Actor],
+        vitals: Vitals,
+        model: ModelConfig,
+        traffic: Traffic,
+    ) -> None:
+        """`own` gives the ledger's statistics of the gateway that is scraped."""
+        self._requests = requests
+        self._own = own
+        self._actors = tuple(actors)
+        self._vitals = vitals
+        self._model = model
+        self._traffic = traffic
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, in an order that does not change."""
+        yield InfoMetricFamily(
+            f"{PREFIX}model", "What is served.",
+            {"model_name": self._model.name, "weights_id": self._model.weights_id},
+        )  # fmt: skip
+        yield from self._own_requests()
+        yield from self._requests.families()
+        yield from self._lives()
+        published: list[tuple[Actor, Statistics]] = []
+        for actor in self._actors:
+            figures = self._vitals.statistics(actor.ordinal)
+            if figures.get("epoch") == self._vitals.epoch(actor.ordinal):
+                published.append((actor, figures))
+        yield self._usage(published)
+        for family in PUBLISHED:
+            yield _published(family, published)
+        yield from self._steps([(actor, figures) for actor, figures in published if actor.kind == "worker"])
+        yield from _messages(published)
+
+    def _own_requests(self) -> Iterator[Metric]:
+        own = self._own()
+        running = own["requests_prefilling"] + own["requests_decoding"]
+        yield GaugeMetricFamily(f"{PREFIX}num_requests_running", "Requests on workers.", running)
+        yield GaugeMetricFamily(
+            f"{PREFIX}num_requests_waiting", "Requests that wait for a place.", own["requests_waiting"]
+        )
+        yield _counter("generation_tokens", "Tokens committed.", own["tokens_committed"])
+        yield _counter("request_replacements", "Times that a request lost its worker.", own["replacements"])
+
+    def _lives(self) -> Iterator[Metric]:
+        epochs = GaugeMetricFamily(
+            f"{PREFIX}actor_epoch", "The newest incarnation; 0 before the first.", labels=("actor",)
+        )
+        restarts = CounterMetricFamily(
+            f"{PREFIX}actor_restarts", "Starts of an actor after the first.", labels=("actor",)
+        )
+        for actor in self._actors:
+            epoch = self._vitals.epoch(actor.ordinal)
+            epochs.add_metric((actor.name,), epoch)
+            restarts.add_metric((actor.name,), max(epoch - 1, 0))
+        yield epochs
+        yield restarts
+
+    def _usage(self, published: Iterable[tuple[Actor, Statistics]]) -> Metric:
+        family = GaugeMetricFamily(
+            f"{PREFIX}kv_cache_usage_perc",
+            "Share of the pool's pages that are neither free nor cached; 1 is full.",
+            labels=("actor",),
+        )
+        for actor, figures in published:
+            if actor.kind == "allocator":
+                free = figures["pages_free"] + figures["pages_cached"]
+                family.add_metric((actor.name,), 1 - free / figures["pages_total"])
+        return family
+
+    def _steps(self, workers: Sequence[tuple[Actor, Statistics]]) -> Iterator[Metric]:
+        times = SummaryMetricFamily(
+            f"{PREFIX}step_time_seconds",
+            "Steps of the backend: prefill samples nothing, decode with every sequence, mixed with some.",
+            labels=("actor", "phase"),
+        )
+        weights = CounterMetricFamily(
+            f"{PREFIX}weight_bytes_read",
+            "Bytes of weights that the steps had to read at the least, once a step: counted, not measured.",
+            labels=("actor",),
+        )
+        pages = CounterMetricFamily(
+            f"{PREFIX}kv_bytes_read",
+            "Bytes of attended positions, once a sequence and step: counted, not measured.",
+            labels=("actor",),
+        )
+        for actor, figures in workers:
+            for phase in PHASES:
+                count, seconds = figures[f"steps_{phase}"], figures[f"busy_{phase}_s"]
+                times.add_metric((actor.name, phase), int(count), seconds)
+            weights.add_metric((actor.name,), self._traffic.weight_bytes(figures))
+            pages.add_metric((actor.name,), self._traffic.kv_bytes(figures))
+        yield times
+        yield weights
+        yield pages
+
+
+def _published(family: Family, published: Iterable[tuple[Actor, Statistics]]) -> Metric:
+    labels = ("actor", family.label) if family.label else ("actor",)
+    make = CounterMetricFamily if family.type == "counter" else GaugeMetricFamily
+    metric = make(PREFIX + family.name, family.documentation, labels=labels)
+    for actor, figures in published:
+        if actor.kind == family.kind:
+            for key, value in family.keys.items():
+                metric.add_metric((actor.name, value) if family.label else (actor.name,), figures[key])
+    return metric
+
+
+def _messages(published: Iterable[tuple[Actor, Statistics]]) -> Iterator[Metric]:
+    """What every post office counts, one family a count."""
+    for key, documentation in MESSAGES.items():
+        metric = CounterMetricFamily(PREFIX + key, documentation, labels=("actor",))
+        for actor, figures in published:
+            metric.add_metric((actor.name,), figures[key])
+        yield metric
+
+
+def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(PREFIX + name, documentation, value)
+
+
+class Exposition:
+    """Turns a collector into the body of a response.
+
+    Always the plain text format, which every scraper takes: as OpenMetrics, prometheus-client turns
+    the colon of a sample's name into an underscore unless the scraper asks for UTF-8, so that the
+    names would depend on who scrapes.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(collector)
+
+    def render(self) -> bytes:
+        """The body, of CONTENT_TYPE."""
+        return generate_latest(self._registry)
