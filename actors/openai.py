@@ -1,24 +1,29 @@
 """The OpenAI chat wire format: what a request may say, and what responses look like.
 
 Requests are decoded with exact types and closed fields, so that a parameter which would have no
-effect is refused by name instead of being ignored. Source of the format: OpenAI's API reference,
+effect is refused by name instead of being ignored; standard ones that many clients always send pass
+at the values that mean nothing (`NEUTRAL`). Source of the format: OpenAI's API reference,
 "Chat completions".
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 MAX_STOPS = 4
 _TOKENS = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _SEED = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _STOP = Annotated[str, Meta(min_length=1)]
+_NOTHING = Annotated[list[Any], Meta(max_length=0)] | None
 
 
 class ApiError(Exception):
@@ -61,14 +66,27 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tex
     text: str
 
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant"]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn of the conversation."""
+    """One turn of the conversation; an answer of ours can be sent back as it came."""
 
     role: Role
     content: str | Annotated[list[TextPart], Meta(min_length=1)]
+    name: str | None = None
+    """Of the speaker, for templates that tell speakers apart."""
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: _NOTHING = None
+    annotations: _NOTHING = None
+
+    def for_template(self) -> dict[str, object]:
+        """What a chat template is given; `developer` is OpenAI's newer word for `system`."""
+        role = "system" if self.role == "developer" else self.role
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": self.text(), **named}
 
     def text(self) -> str:
         """The content in one string; parts are joined with nothing between them."""
@@ -81,8 +99,38 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-class _ChatBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A request body as sent."""
+class Only(NamedTuple):
+    """The values of a parameter that change nothing here; null is always one of them."""
+
+    values: tuple[object, ...]
+    because: str
+
+
+NEUTRAL = {
+    "n": Only((1,), "a request has one choice"),
+    "logprobs": Only((False,), "log probabilities are not returned"),
+    "top_logprobs": Only((0,), "log probabilities are not returned"),
+    "presence_penalty": Only((0,), "penalties are not supported"),
+    "frequency_penalty": Only((0,), "penalties are not supported"),
+    "logit_bias": Only(({},), "biases are not supported"),
+    "response_format": Only(({"type": "text"},), "answers are plain text"),
+    "tools": Only(([],), "tools are not supported"),
+    "tool_choice": Only(("none",), "tools are not supported"),
+    "parallel_tool_calls": Only((True, False), "it is a switch, and tools are not supported"),
+    "functions": Only(([],), "tools are not supported"),
+    "function_call": Only(("none",), "tools are not supported"),
+    "store": Only((False,), "nothing is stored"),
+    "service_tier": Only(("auto", "default"), "there is one tier"),
+    "modalities": Only((["text"],), "answers are text"),
+    "audio": Only((), "answers are text"),
+    "prediction": Only((), "predicted outputs are not supported"),
+    "web_search_options": Only((), "there is no search"),
+}
+"""Standard parameters that many clients always send: accepted at these values, refused at all others."""
+
+
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A request body as sent, without the parameters that may only be neutral."""
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -94,15 +142,17 @@ class _ChatBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     stop: _STOP | Annotated[list[_STOP], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
     """A chat request that is right as far as it can be known without the tokeniser."""
 
     messages: list[dict[str, object]]
-    """Each with a role and a content, both strings."""
+    """Each with a role, a content and perhaps a name, all strings."""
     chars: int
     """In all the contents together."""
     max_tokens: int | None
@@ -123,7 +173,15 @@ class ChatRequest(msgspec.Struct, frozen=True):
         )
 
 
-_decode_body = msgspec.json.Decoder(_ChatBody).decode
+_ChatBody = msgspec.defstruct(
+    "_ChatBody",
+    [(name, Any, None) for name in NEUTRAL],
+    bases=(_Body,),
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+)
+_decode_body = cast("Callable[[bytes], _Body]", msgspec.json.Decoder(_ChatBody).decode)
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
 
@@ -144,18 +202,13 @@ def parse_chat(body: bytes, *, model: str) -> ChatRequest:
             param="model",
             code="model_not_found",
         )
-    if chat.n not in (None, 1):
-        raise ApiError(400, "'n' can only be 1: one choice a request.", param="n", code="unsupported_value")
+    _check_neutral(chat)
     if chat.stream_options is not None and not chat.stream:
         raise ApiError(400, "'stream_options' needs 'stream' to be true.", param="stream_options")
     stop = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop or ())
-    texts = [message.text() for message in chat.messages]
     return ChatRequest(
-        messages=[
-            {"role": message.role, "content": text}
-            for message, text in zip(chat.messages, texts, strict=True)
-        ],
-        chars=sum(map(len, texts)),
+        messages=[message.for_template() for message in chat.messages],
+        chars=sum(len(message.text()) for message in chat.messages),
         max_tokens=_max_tokens(chat),
         temperature=1.0 if chat.temperature is None else chat.temperature,
         top_p=1.0 if chat.top_p is None else chat.top_p,
@@ -166,7 +219,26 @@ def parse_chat(body: bytes, *, model: str) -> ChatRequest:
     )
 
 
-def _max_tokens(chat: _ChatBody) -> int | None:
+def _check_neutral(body: _Body) -> None:
+    """Refuse a standard parameter at a value that asks for what there is not."""
+    for name, only in NEUTRAL.items():
+        value = getattr(body, name)
+        if value is not None and not any(_same(value, neutral) for neutral in only.values):
+            allowed = " or ".join(msgspec.json.encode(neutral).decode() for neutral in (*only.values, None))
+            raise ApiError(
+                400,
+                f"{name!r} can only be {allowed}: {only.because}.",
+                param=name,
+                code="unsupported_value",
+            )
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equal as JSON, where true is not 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _max_tokens(chat: _Body) -> int | None:
     old, new = chat.max_tokens, chat.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise ApiError(

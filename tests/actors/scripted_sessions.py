@@ -44,6 +44,8 @@ class ByteText:
     def __init__(self) -> None:
         self.threads: list[bool] = []
         """For each call: whether it ran outside the event loop's thread."""
+        self.messages: list[dict[str, str]] = []
+        """Of the last call."""
 
     def encode_chat(self, messages: list[dict[str, str]], *, now: str | None = None) -> list[int]:
         try:
@@ -51,6 +53,7 @@ class ByteText:
             self.threads.append(False)
         except RuntimeError:
             self.threads.append(True)
+        self.messages = messages
         if messages[0]["role"] == "assistant":
             raise TemplateError("the first message must not be the assistant's")
         return [token for message in messages for token in (1, *message["content"].encode())]

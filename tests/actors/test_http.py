@@ -10,6 +10,7 @@ import pytest
 import trio
 from scripted_sessions import MODEL, ScriptedSessions, body, served
 
+from actors.openai import NEUTRAL
 from actors.sessions import Draining, QueueFull, Refused
 
 
@@ -106,7 +107,13 @@ REFUSALS = [
     ),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", None),
-    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", "unknown_parameter"),
+    ({"messages": [{"role": "user", "content": "a", "name": 3}]}, "messages[0].name", None),
+    ({"messages": [{"role": "user", "content": "a", "who": "b"}]}, "messages[0].who", "unknown_parameter"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+        None,
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "messages[0].content[0].type",
@@ -133,7 +140,13 @@ REFUSALS = [
     ({"stream": "yes"}, "stream", None),
     ({"stream_options": {"include_usage": True}}, "stream_options", None),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
-    ({"tools": []}, "tools", "unknown_parameter"),
+    ({"n": True}, "n", "unsupported_value"),
+    ({"tools": [{"type": "function"}]}, "tools", "unsupported_value"),
+    ({"tool_choice": "auto"}, "tool_choice", "unsupported_value"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
+    ({"store": 0}, "store", "unsupported_value"),
+    ({"audio": {}}, "audio", "unsupported_value"),
+    ({"best_of": 1}, "best_of", "unknown_parameter"),
     ({"messages": [{"role": "user", "content": "x" * 1200}]}, "messages", "context_length_exceeded"),
     ({"max_tokens": 998}, "max_tokens", "context_length_exceeded"),
 ]
@@ -149,6 +162,25 @@ async def test_wrong_parameters_are_refused_by_name() -> None:
             assert error["type"] == "invalid_request_error"
             assert param in error["message"] or code == "context_length_exceeded"
         assert door.sessions.opened == []
+
+
+async def test_standard_parameters_pass_at_neutral_values() -> None:
+    async with served(ScriptedSessions(("x",))) as door:
+        for name, only in NEUTRAL.items():
+            for value in (*only.values, None):
+                assert (await door.chat(**{name: value})).status_code == 200, (name, value)
+            response = await door.chat(**{name: "anything else"})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, name)
+            assert only.because in error["message"]
+        assert (await door.chat(metadata={"a": "b"}, safety_identifier="s", prompt_cache_key="k")).is_success
+        answer = (await door.chat()).json()["choices"][0]["message"]
+        turn = {"role": "developer", "content": "d", "name": "n"}
+        assert (await door.chat(messages=[turn, answer])).is_success
+    assert door.sessions.text.messages == [
+        {"role": "system", "content": "d", "name": "n"},
+        {"role": "assistant", "content": "x"},
+    ]
 
 
 async def test_context_errors_say_by_how_many_tokens() -> None:
