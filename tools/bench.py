@@ -1,12 +1,21 @@
-"""Measure parts of the engine: `python -m tools.bench kernels --model FOLDER [--json FILE]`."""
+"""Measure the engine: its kernels alone, or a whole system through its HTTP door.
+
+python -m tools.bench kernels --model FOLDER [--json FILE]
+python -m tools.bench serve --topology local --concurrency 1,4,16,32 [--json FILE]
+"""
 
 from __future__ import annotations
+
+from tools import interrupts
+
+if __name__ == "__main__":
+    interrupts.at_once()  # before the long imports begin
 
 import argparse
 import json
 import platform
+import shlex
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +27,7 @@ from engine.model import read_config
 from engine.sampling import GREEDY, SamplingParams
 from kernels.backend import Backend, Rows
 from kernels.backends import NAMES, open_backend
+from tools import bench_serve, machine
 
 PROMPT = 128
 """Tokens that each sequence holds before decode is timed, and of the timed prefill."""
@@ -25,7 +35,11 @@ PROMPT = 128
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a benchmark; figures as a table on stdout, progress on stderr, and as JSON when asked."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     kernels = commands.add_parser("kernels", help="decode and prefill speed of a backend, no actors")
     kernels.add_argument(
@@ -38,34 +52,51 @@ def main(arguments: list[str] | None = None) -> int:
     kernels.add_argument("--kv", default="float32", choices=("float32", "float16", "bfloat16"))
     kernels.add_argument("--seed", type=int, default=0)
     kernels.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    kernels.set_defaults(run=bench_kernels)
-    options = parser.parse_args(arguments)
-    report = {**machine(), **options.run(options)}
+    kernels.set_defaults(run=print_kernels)
+    serve = commands.add_parser(
+        "serve",
+        help="latency and throughput of a system, as its clients see it",
+        description=bench_serve.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench_serve.add_arguments(serve)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    split = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:split])
+    options.for_launcher = given[split + 1 :]
+    if options.for_launcher and not getattr(options, "topology", None):
+        parser.error("what follows -- goes to a launcher, and only serve --topology has one")
+    options.command_line = command_line(given)
+    code: int = options.run(options)
+    return code
+
+
+def command_line(arguments: list[str]) -> str:
+    """What a reader can type to measure the same; where the figures were written to is no part of it."""
+    left = iter(arguments)
+    kept = []
+    for argument in left:
+        if argument == "--json":
+            next(left, None)
+        elif not argument.startswith("--json="):
+            kept.append(argument)
+    return shlex.join(["python", "-m", "tools.bench", *kept])
+
+
+def print_kernels(options: argparse.Namespace) -> int:
+    """`kernels`: the exit code."""
+    report = {
+        "cpu": machine.cpu(),
+        "cores": machine.cores(),
+        "python": platform.python_version(),
+        "commit": machine.commit(),
+        **bench_kernels(options),
+    }
     for name, value in report.items():
         print(f"{name:28} {value:.1f}" if isinstance(value, float) else f"{name:28} {value}")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were made on: CPU, commit."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": len(names) or None,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip() or None,
-    }
 
 
 def bench_kernels(options: argparse.Namespace) -> dict[str, Any]:
@@ -139,4 +170,4 @@ def _note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(interrupts.guarded(main))

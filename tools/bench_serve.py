@@ -1,0 +1,668 @@
+"""Measures a running system through its HTTP door, as its clients see it.
+
+    python -m tools.bench serve --topology local --concurrency 1,4,16,32 --input 128 --output 64
+    python -m tools.bench serve --url http://127.0.0.1:8000 --concurrency 8 --json figures.json
+    python -m tools.bench serve --topology local --trace mooncake.jsonl.gz --scale 64:100 --limit 50
+
+Closed loop: so many clients, each of which asks again as soon as it is answered. With --trace open
+loop: requests are sent at their time, whoever still waits.
+
+  TTFT         from before the connection is made to the first piece of text
+  inter-token  between pieces of text; a piece is a token, but for those that came together
+  tokens/s     of answers that are complete, from the first request to the last answer
+  utilisation  the share of that time which the busiest worker spent inside its backend
+
+Prompts are ordinary words at random, each of which is one token of the served model, and have exactly
+--input tokens with everything the template adds; the door's own count must agree.
+
+Exit codes: 0 measured, 1 requests failed, 2 bad usage or topology, 3 the system could not be started
+or used, 70 it did not stop cleanly, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import os
+import random
+import signal
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import trio
+from tqdm import tqdm
+
+from tools import machine, observe
+from tools.install import say
+from tools.system import Running, SystemFailed, launch_command, running_system
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+
+WORDS = (  # noqa: SIM905 - a list of them would be a column of sixty lines
+    "water house river light time people world school family night music book road door "
+    "garden bread stone paper money horse winter summer morning island mountain forest ocean city "
+    "window table market village letter king story teacher doctor friend mother father child "
+    "bird fish tree flower green white black small large long high old new good early late"
+).split()
+LEAD = "Tell a very long story in which all of these words appear:"
+REQUEST_S = 300.0
+"""A request that has not been answered by then has failed."""
+QUIET_S = 5.0
+"""How long we wait after a run until all actors have published their last figures."""
+
+
+class BenchFailed(Exception):
+    """Nothing could be measured; one line for a person."""
+
+
+# ── what to send ──────────────────────────────────────────────────────────────────────────────
+
+
+class Arrival(NamedTuple):
+    """One request of a trace."""
+
+    at_s: float
+    """Since the first one."""
+    input: int
+    output: int
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """The requests of a trace in order of their times: Mooncake's JSON lines or Azure's CSV, perhaps gzipped.
+
+    BenchFailed when it is neither.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as stream:
+            parse = parse_azure if path.name.removesuffix(".gz").endswith(".csv") else parse_mooncake
+            arrivals = sorted(parse(stream))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise BenchFailed(f"{path}: {error}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise BenchFailed(f"{path}: not a trace in Mooncake's or Azure's format ({error})") from error
+    if not arrivals:
+        raise BenchFailed(f"{path}: no requests")
+    first = arrivals[0].at_s
+    return [arrival._replace(at_s=arrival.at_s - first) for arrival in arrivals]
+
+
+def parse_mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
+    """Lines of {"timestamp": milliseconds, "input_length": tokens, "output_length": tokens}."""
+    for line in lines:
+        if line.strip():
+            row = json.loads(line)
+            yield Arrival(row["timestamp"] / 1e3, row["input_length"], row["output_length"])
+
+
+def parse_azure(lines: Iterable[str]) -> Iterator[Arrival]:
+    """Rows of TIMESTAMP,ContextTokens,GeneratedTokens, with seven digits of a second or none."""
+    rows = iter(lines)
+    if next(rows, "").strip() != "TIMESTAMP,ContextTokens,GeneratedTokens":
+        raise ValueError("the first line does not name Azure's columns")
+    for line in rows:
+        if line.strip():
+            stamp, context, generated = line.strip().split(",")
+            seconds, _, fraction = stamp.partition(".")
+            at = datetime.fromisoformat(seconds).replace(tzinfo=UTC).timestamp()
+            yield Arrival(at + float(f"0.{fraction or 0}"), int(context), int(generated))
+
+
+class Scale(NamedTuple):
+    """How a trace is made to fit a machine: by one stated factor for lengths, one for times."""
+
+    lengths: float = 1.0
+    times: float = 1.0
+
+    def __call__(self, arrival: Arrival, least_input: int) -> Arrival:
+        """Shorter and later; not shorter than a prompt can be, and at least one token of answer."""
+        return Arrival(
+            arrival.at_s * self.times,
+            max(least_input, round(arrival.input / self.lengths)),
+            max(1, round(arrival.output / self.lengths)),
+        )
+
+
+async def single_token_words(
+    words: Sequence[str], count: Callable[[Sequence[str]], Awaitable[int]]
+) -> list[str]:
+    """Those words that are one token each, where `count` tells how many tokens several are together."""
+    if await count(words) == len(words):
+        return list(words)
+    if len(words) == 1:
+        return []
+    half = len(words) // 2
+    return await single_token_words(words[:half], count) + await single_token_words(words[half:], count)
+
+
+class Prompts:
+    """Makes prompts of an exact length."""
+
+    def __init__(self, words: Sequence[str], overhead: int) -> None:
+        """`overhead` tokens has a prompt without any word: the template's, and those of LEAD."""
+        self._words = words
+        self.overhead = overhead
+
+    def make(self, tokens: int, draw: random.Random) -> str:
+        """A prompt that has so many tokens, the template's included; ValueError when it has more anyway."""
+        if tokens < self.overhead:
+            raise ValueError(f"a prompt has at least {self.overhead} tokens, not {tokens}")
+        return " ".join([LEAD, *draw.choices(self._words, k=tokens - self.overhead)])
+
+
+class Request(NamedTuple):
+    """What is sent, and when at the earliest."""
+
+    at_s: float
+    prompt: str
+    input: int
+    output: int
+
+
+# ── what came back ────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one request went. Times are seconds of time.perf_counter."""
+
+    sent: float
+    pieces: list[float] = field(default_factory=list)
+    """When each piece of text came."""
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of all lies, between two of them by their distance; nan of none."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def milliseconds(seconds: Sequence[float]) -> dict[str, float | None]:
+    """p50, p95 and p99 in milliseconds; None where there is nothing to say."""
+    found = {f"p{share}": percentile(seconds, share / 100) for share in (50, 95, 99)}
+    return {name: None if math.isnan(value) else round(1e3 * value, 2) for name, value in found.items()}
+
+
+def busy_shares(before: observe.Figures, after: observe.Figures, wall_s: float) -> dict[str, float]:
+    """The share of the wall time that each worker was inside its backend.
+
+    A worker that was started anew in between has counted from zero again.
+    """
+    shares = {}
+    for name, figures in after.items():
+        if "busy_s" in figures:
+            was = before.get(name, {})
+            began = was.get("busy_s", 0.0) if was.get("epoch") == figures["epoch"] else 0.0
+            shares[name] = round((figures["busy_s"] - began) / wall_s, 3)
+    return shares
+
+
+def summary(concurrency: int, outcomes: Sequence[Outcome], shares: dict[str, float]) -> dict[str, Any]:
+    """One entry of `runs`."""
+    whole = [outcome for outcome in outcomes if not outcome.error]
+    wall_s = max(outcome.ended for outcome in outcomes) - min(outcome.sent for outcome in outcomes)
+    output = sum(outcome.output_tokens for outcome in whole)
+    prompt = sum(outcome.prompt_tokens for outcome in whole)
+    gaps = [b - a for outcome in whole for a, b in zip(outcome.pieces, outcome.pieces[1:], strict=False)]
+    return {
+        "concurrency": concurrency,
+        "ttft_ms": milliseconds([outcome.pieces[0] - outcome.sent for outcome in whole if outcome.pieces]),
+        "itl_ms": milliseconds(gaps),
+        "output_tokens_per_s": round(output / wall_s, 2),
+        "total_tokens_per_s": round((output + prompt) / wall_s, 2),
+        "utilisation": max(shares.values(), default=0.0),
+        "utilisation_by_worker": shares,
+        "output_tokens_mean": round(output / len(whole), 1) if whole else 0.0,
+        "requests": len(outcomes),
+        "errors": len(outcomes) - len(whole),
+        "seconds": round(wall_s, 1),
+    }
+
+
+# ── the client ────────────────────────────────────────────────────────────────────────────────
+
+
+class Client:
+    """Asks the door; one connection a request.
+
+    HTTP/1.0, in which a body is all that comes until the end: there is nothing to decode between
+    a piece of text and its time, and the client takes as little as it can of the machine it measures.
+    """
+
+    def __init__(self, url: str) -> None:
+        split = urlsplit(url)
+        self._host, self._port = split.hostname or "", split.port or 80
+        self.model = ""
+        self.options: dict[str, object] = {"temperature": 0}
+
+    async def get(self, path: str) -> Any:
+        """The JSON at a path; BenchFailed when there is none."""
+        try:
+            with trio.fail_after(30):
+                status, body = await self._whole(self._head("GET", path, 0))
+        except (OSError, trio.TooSlowError, trio.BrokenResourceError) as error:
+            raise BenchFailed(f"http://{self._host}:{self._port}{path}: {error or 'no answer'}") from error
+        if status != 200:
+            raise BenchFailed(f"{path}: HTTP status {status}")
+        return json.loads(body)
+
+    async def ask(self, prompt: str, output: int) -> Outcome:
+        """One streamed answer."""
+        chat = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": output,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.options,
+        }
+        body = json.dumps(chat).encode()
+        lines: list[tuple[float, bytes]] = []
+        outcome = Outcome(time.perf_counter())
+        try:
+            with trio.fail_after(REQUEST_S):
+                request = self._head("POST", "/v1/chat/completions", len(body)) + body
+                stream = await trio.open_tcp_stream(self._host, self._port)
+                async with stream:
+                    await stream.send_all(request)
+                    rest = b""
+                    async for data in stream:
+                        now = time.perf_counter()
+                        *whole, rest = (rest + data).split(b"\n")
+                        lines += [(now, line) for line in whole]
+                    lines.append((time.perf_counter(), rest))
+        except trio.TooSlowError:
+            outcome.error = f"no answer within {REQUEST_S:g} s"
+        except (OSError, trio.BrokenResourceError) as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+        outcome.ended = time.perf_counter()
+        if not outcome.error:
+            read_stream(lines, outcome)
+        return outcome
+
+    def _head(self, method: str, path: str, length: int) -> bytes:
+        return (
+            f"{method} {path} HTTP/1.0\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
+            f"content-length: {length}\r\n\r\n"
+        ).encode()
+
+    async def _whole(self, request: bytes) -> tuple[int, bytes]:
+        async with await trio.open_tcp_stream(self._host, self._port) as stream:
+            await stream.send_all(request)
+            answer = b"".join([data async for data in stream])
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return int(head.split()[1]) if head else 0, body
+
+
+def read_stream(lines: Sequence[tuple[float, bytes]], outcome: Outcome) -> None:
+    """Take the lines of a response, each with its time, into an outcome that begins empty."""
+    status = lines[0][1].split()[1:2]
+    if status != [b"200"]:
+        code = status[0].decode() if status else "nothing"
+        text = lines[-1][1].decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]["message"]
+        except (ValueError, LookupError, TypeError):
+            text = text[:200]
+        outcome.error = f"HTTP {code}: {text}"
+        return
+    done = False
+    for at, line in lines:
+        if not line.startswith(b"data: "):
+            continue
+        if line.startswith(b"data: [DONE]"):
+            done = True
+            continue
+        event = json.loads(line[6:])
+        if "error" in event:
+            outcome.error = event["error"]["message"]
+            return
+        if event.get("usage"):
+            outcome.prompt_tokens = event["usage"]["prompt_tokens"]
+            outcome.output_tokens = event["usage"]["completion_tokens"]
+        if any(choice["delta"].get("content") for choice in event["choices"]):
+            outcome.pieces.append(at)
+    if not done:
+        outcome.error = "the stream broke off before its end"
+
+
+async def get_ready(client: Client) -> Prompts:
+    """Find out what the model's tokens are, by asking; warms the system up, too.
+
+    BenchFailed when the system does not answer or cannot be measured.
+    """
+    client.model = (await client.get("/v1/models"))["data"][0]["id"]
+    ignoring = {**client.options, "ignore_eos": True}
+    client.options, plain = ignoring, client.options
+    if (await client.ask(LEAD, 1)).error:  # a door that does not know it, yet
+        client.options = plain
+
+    async def tokens_of(words: Sequence[str]) -> int:
+        outcome = await client.ask(" ".join([LEAD, *words]), 1)
+        if outcome.error:
+            raise BenchFailed(outcome.error)
+        return outcome.prompt_tokens
+
+    overhead = await tokens_of([])
+
+    async def count(words: Sequence[str]) -> int:
+        return await tokens_of(words) - overhead
+
+    words = await single_token_words(WORDS, count)
+    if not words:
+        raise BenchFailed("none of our words is one token of this model")
+    return Prompts(words, overhead)
+
+
+async def closed_loop(
+    client: Client, requests: Sequence[Request], concurrency: int, seconds: float, took: Callable[[], object]
+) -> list[Outcome]:
+    """So many clients at once; nobody starts another request after so many seconds."""
+    left = iter(requests)
+    outcomes: list[Outcome] = []
+    until = time.perf_counter() + seconds
+
+    async def one_client() -> None:
+        for request in left:
+            if time.perf_counter() > until:
+                return
+            outcomes.append(_checked(await client.ask(request.prompt, request.output), request))
+            took()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(concurrency):
+            nursery.start_soon(one_client)
+    return outcomes
+
+
+async def open_loop(
+    client: Client, requests: Sequence[Request], seconds: float, took: Callable[[], object]
+) -> tuple[list[Outcome], int]:
+    """Each request at its time, up to so many seconds; and how many were open at once at most."""
+    outcomes: list[Outcome] = []
+    began = trio.current_time()
+    is_open = most = 0
+
+    async def one(request: Request) -> None:
+        nonlocal is_open, most
+        is_open += 1
+        most = max(most, is_open)
+        outcomes.append(_checked(await client.ask(request.prompt, request.output), request))
+        is_open -= 1
+        took()
+
+    async with trio.open_nursery() as nursery:
+        for request in requests:
+            if request.at_s > seconds:
+                break
+            await trio.sleep_until(began + request.at_s)
+            nursery.start_soon(one, request)
+    return outcomes, most
+
+
+def _checked(outcome: Outcome, request: Request) -> Outcome:
+    if not outcome.error and outcome.prompt_tokens != request.input:
+        outcome.error = f"the prompt has {outcome.prompt_tokens} tokens, not {request.input}"
+    return outcome
+
+
+async def settled(client: Client) -> observe.Figures:
+    """What all actors published, as soon as nothing is left of any request."""
+    deadline = trio.current_time() + QUIET_S
+    while True:
+        figures: observe.Figures = await client.get("/statistics")
+        if not observe.held(figures) or trio.current_time() > deadline:
+            return figures
+        await trio.sleep(0.3)  # they publish every 250 ms
+
+
+async def measured(
+    client: Client,
+    requests: Sequence[Request],
+    concurrency: int | None,
+    seconds: float,
+    took: Callable[[], object],
+) -> tuple[dict[str, Any], list[Outcome]]:
+    """A run between two looks at the statistics; an open loop when there is no concurrency."""
+    before = await settled(client)
+    if concurrency is None:
+        outcomes, concurrency = await open_loop(client, requests, seconds, took)
+    else:
+        outcomes = await closed_loop(client, requests, concurrency, seconds, took)
+    after = await settled(client)
+    if not outcomes:
+        raise BenchFailed("no request was sent")
+    wall_s = max(outcome.ended for outcome in outcomes) - min(outcome.sent for outcome in outcomes)
+    return summary(concurrency, outcomes, busy_shares(before, after, wall_s)), outcomes
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────
+
+COLUMNS = (
+    ("clients", 7),
+    ("TTFT ms p50/p95/p99", 24),
+    ("inter-token ms p50/p95/p99", 27),
+    ("out tok/s", 10),
+    ("all tok/s", 10),
+    ("busy", 6),
+    ("answers", 8),
+    ("errors", 7),
+)
+
+
+def cells(run: dict[str, Any]) -> list[str]:
+    """One run as texts for COLUMNS."""
+
+    def three(values: dict[str, float | None]) -> str:
+        return " / ".join("–" if value is None else f"{value:.0f}" for value in values.values())
+
+    return [
+        str(run["concurrency"]),
+        three(run["ttft_ms"]),
+        three(run["itl_ms"]),
+        f"{run['output_tokens_per_s']:.1f}",
+        f"{run['total_tokens_per_s']:.1f}",
+        f"{100 * run['utilisation']:.0f} %",
+        str(run["requests"] - run["errors"]),
+        str(run["errors"]),
+    ]
+
+
+def show(row: Sequence[str]) -> None:
+    """Print a row of the table."""
+    print("".join(f"{text:>{width}}" for text, (_, width) in zip(row, COLUMNS, strict=True)), flush=True)
+
+
+async def bench(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything that was asked for; the report."""
+    client = Client(url)
+    prompts = await get_ready(client)
+    load = os.getloadavg()[0]
+    if "ignore_eos" not in client.options:
+        say("this door does not know ignore_eos: an answer may end before --output")
+    show([name for name, _ in COLUMNS])
+    runs: list[dict[str, Any]] = []
+    plans: list[int | None] = [None] if options.trace else options.concurrency
+    for concurrency in plans:
+        requests = planned(prompts, options, concurrency)
+        name = "trace" if options.trace else f"{concurrency} clients"
+        with tqdm(total=len(requests), desc=name, unit="answer", leave=False, disable=None) as bar:
+            figures, outcomes = await measured(client, requests, concurrency, options.seconds, bar.update)
+        runs.append(figures)
+        show(cells(figures))
+        for error in sorted({outcome.error for outcome in outcomes if outcome.error}):
+            say(error)
+        if len(outcomes) < len(requests):
+            say(f"{len(requests) - len(outcomes)} requests were not sent within {options.seconds:g} s")
+        if not options.trace and figures["output_tokens_mean"] < options.output:
+            say(f"answers had {figures['output_tokens_mean']} tokens on average, not {options.output}")
+    return {
+        "machine": {"cpu": machine.cpu(), "cores": machine.cores(), "memory": f"{machine.memory_gib()} GiB"},
+        "load_before": round(load, 2),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": machine.commit(),
+        "seed": options.seed,
+        "command": options.command_line,
+        "model": client.model,
+        "runs": runs,
+    }
+
+
+def planned(prompts: Prompts, options: argparse.Namespace, concurrency: int | None) -> list[Request]:
+    """The requests of one run, drawn by the seed; BenchFailed when they cannot be made."""
+    if concurrency is None:
+        scaled = [options.scale(arrival, prompts.overhead) for arrival in read_trace(options.trace)]
+    else:
+        count = options.requests or max(4, 2 * concurrency)
+        scaled = [Arrival(0.0, options.input, options.output)] * count
+    found = []
+    for number, arrival in enumerate(scaled[: options.limit]):
+        draw = random.Random(f"{options.seed} {concurrency} {number}")
+        try:
+            prompt = prompts.make(arrival.input, draw)
+        except ValueError as error:
+            raise BenchFailed(f"--input: {error}") from error
+        found.append(Request(arrival.at_s, prompt, arrival.input, arrival.output))
+    return found
+
+
+async def until_signal(work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any] | int:
+    """Do the work, or give it up at the first signal that asks us to end; then the signal's number."""
+    ended: dict[str, Any] | int = 0
+
+    async with trio.open_nursery() as nursery:
+
+        async def watch() -> None:
+            nonlocal ended
+            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+                nursery.start_soon(do)
+                async for number in signals:
+                    ended = number
+                    nursery.cancel_scope.cancel()
+
+        async def do() -> None:
+            nonlocal ended
+            ended = await work()
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(watch)
+    return ended
+
+
+def run(options: argparse.Namespace) -> int:
+    """`serve`: the exit code."""
+    if options.json and not options.json.absolute().parent.is_dir():
+        say(f"--json {options.json}: there is no such folder")  # not only when all has been measured
+        return 2
+    try:
+        there = (
+            nullcontext(Running(options.url, "", 0))
+            if options.url
+            else running_system(launch_command(options.topology, options.for_launcher))
+        )
+        with there as system:
+            try:
+                report = trio.run(until_signal, lambda: bench(system.url, options))
+            except BaseExceptionGroup as group:
+                raise _first(group) from None
+            if isinstance(report, int):
+                raise KeyboardInterrupt if report == signal.SIGINT else SystemExit(128 + report)
+    except BenchFailed as error:
+        say(str(error))
+        return 3
+    except SystemFailed as error:
+        say(str(error))
+        return error.code
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 1 if any(figures["errors"] for figures in report["runs"]) else 0
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong, out of the groups that nurseries wrap it in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1, such as 1,4,16")
+    return [int(part) for part in parts]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def scale_of(text: str) -> Scale:
+    """LENGTHS or LENGTHS:TIMES."""
+    try:
+        values = [float(part) for part in text.split(":")]
+    except ValueError:
+        values = []
+    if not 1 <= len(values) <= 2 or not all(0 < value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LENGTHS:TIMES, such as 64:100")
+    return Scale(*values)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `serve` can be told."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--topology", metavar="NAME", help="start this system (or topology file), stop it after"
+    )
+    where.add_argument("--url", help="measure a system that runs")
+    parser.add_argument(
+        "--concurrency", type=_numbers, default=[1, 4, 16, 32], metavar="N,…", help="default 1,4,16,32"
+    )
+    parser.add_argument("--input", type=_count, default=128, metavar="TOKENS", help="of a prompt (128)")
+    parser.add_argument("--output", type=_count, default=64, metavar="TOKENS", help="of an answer (64)")
+    parser.add_argument(
+        "--requests", type=_count, metavar="N", help="a run (twice the concurrency, at least 4)"
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=300.0, metavar="S", help="no request starts later in a run (300)"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="send a trace's requests at their times")
+    parser.add_argument(
+        "--scale",
+        type=scale_of,
+        default=Scale(),
+        metavar="LENGTHS:TIMES",
+        help="divide the trace's lengths and stretch its times by these",
+    )
+    parser.add_argument("--limit", type=_count, metavar="N", help="the first N requests of a trace")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.set_defaults(run=run)
