@@ -57,7 +57,8 @@ class GatewaySession:
         self._gateway = gateway
         self._generation = generation
         self._detokenizer = gateway.text.detokenizer()
-        self._stops = StopFilter(generation.stop)
+        self._stops = StopFilter(generation.stop, show=generation.show_stop)
+        self._hidden = frozenset(() if generation.show_stop else generation.stop_tokens)
         self._text = ""
         self._end: End | None = None
         self._end_shown = False
@@ -138,7 +139,10 @@ class GatewaySession:
         self._tokens += 1
         if self._logs_tokens:
             log.debug("token_committed", request_id=self.request_id, number=self._tokens)
-        text, hit = self._stops.push(self._detokenizer.push(token))
+        # A stop token comes once, as the last one.
+        text, hit = "" if token in self._hidden else self._detokenizer.push(token), False
+        if self._tokens > self._generation.min_tokens:
+            text, hit = self._stops.push(text)
         if text:
             self._text += text
             self._news.set()
@@ -206,7 +210,14 @@ class GatewayActor(Actor):
         if limit > self.boot.context_length:
             raise ValueError(f"{limit} tokens do not fit a context of {self.boot.context_length}")
         try:
-            key, effects = self.core.open(prompt, limit, self.model.eos_tokens, generation.sampling, now)
+            key, effects = self.core.open(
+                prompt,
+                limit,
+                (*(() if generation.ignore_eos else self.model.eos_tokens), *generation.stop_tokens),
+                generation.sampling,
+                now,
+                min_tokens=generation.min_tokens,
+            )
         except LedgerFull:
             self.metrics.refused("queue_full")
             raise QueueFull from None

@@ -19,6 +19,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 import trio
 
@@ -130,7 +131,7 @@ class HttpDoor:
         body = await self._body(scope, client)
         if body is None:
             return
-        request = parse_chat(body, model=self._model.id)
+        request = parse_chat(body, model=self._model.id, vocab_size=self._sessions.model.vocab_size)
         generation = await self._generation(request)
         try:
             session = self._sessions.open(generation)
@@ -206,12 +207,23 @@ class HttpDoor:
                 param="messages" if room < 1 else "max_tokens",
                 code="context_length_exceeded",
             )
+        max_tokens = wanted or room
+        if request.min_tokens > max_tokens:
+            raise ApiError(
+                400,
+                f"'min_tokens' ({request.min_tokens}) is more than can be generated ({max_tokens}).",
+                param="min_tokens",
+            )
         seed = self._sessions.draw_seed() if request.seed is None else request.seed
         return Generation(
             prompt=tuple(prompt),
-            max_tokens=wanted or room,
-            sampling=request.sampling(seed),
+            max_tokens=max_tokens,
+            sampling=msgspec.structs.replace(request.sampling, seed=seed),
             stop=request.stop,
+            stop_tokens=request.stop_tokens,
+            show_stop=request.show_stop,
+            min_tokens=request.min_tokens,
+            ignore_eos=request.ignore_eos,
         )
 
 

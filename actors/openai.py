@@ -17,10 +17,15 @@ from msgspec import UNSET, Meta, UnsetType
 from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 MAX_STOPS = 4
+MAX_STOP_TOKENS = 64
+MAX_BIASES = 300
 _TOKENS = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_ID = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_BIAS = Annotated[float, Meta(ge=-100, le=100)]
+_PENALTY = Annotated[float, Meta(ge=-2, le=2)]
 _SEED = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _STOP = Annotated[str, Meta(min_length=1)]
 _NOTHING = Annotated[list[Any], Meta(max_length=0)] | None
@@ -110,9 +115,6 @@ NEUTRAL = {
     "n": Only((1,), "a request has one choice"),
     "logprobs": Only((False,), "log probabilities are not returned"),
     "top_logprobs": Only((0,), "log probabilities are not returned"),
-    "presence_penalty": Only((0,), "penalties are not supported"),
-    "frequency_penalty": Only((0,), "penalties are not supported"),
-    "logit_bias": Only(({},), "biases are not supported"),
     "response_format": Only(({"type": "text"},), "answers are plain text"),
     "tools": Only(([],), "tools are not supported"),
     "tool_choice": Only(("none",), "tools are not supported"),
@@ -136,10 +138,20 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: _TOKENS | None = None
     max_completion_tokens: _TOKENS | None = None
+    min_tokens: _ID | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: _PENALTY | None = None
+    frequency_penalty: _PENALTY | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[_ID, _BIAS], Meta(max_length=MAX_BIASES)] | None = None
     seed: _SEED | None = None
     stop: _STOP | Annotated[list[_STOP], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[_ID], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -156,21 +168,17 @@ class ChatRequest(msgspec.Struct, frozen=True):
     chars: int
     """In all the contents together."""
     max_tokens: int | None
-    temperature: float
-    top_p: float
+    sampling: SamplingParams
+    """But for the seed."""
     seed: int | None
     """Unsigned 64 bit; negative seeds have been mapped to it modulo 2**64."""
     stop: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    show_stop: bool
+    min_tokens: int
+    ignore_eos: bool
     stream: bool
     include_usage: bool
-
-    def sampling(self, seed: int) -> SamplingParams:
-        """The sampling parameters, with the seed to use when the request brought none."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=seed if self.seed is None else self.seed,
-        )
 
 
 _ChatBody = msgspec.defstruct(
@@ -182,11 +190,11 @@ _ChatBody = msgspec.defstruct(
     kw_only=True,
 )
 _decode_body = cast("Callable[[bytes], _Body]", msgspec.json.Decoder(_ChatBody).decode)
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
 
 
-def parse_chat(body: bytes, *, model: str) -> ChatRequest:
+def parse_chat(body: bytes, *, model: str, vocab_size: int) -> ChatRequest:
     """Decode and check a chat request for the one served model; an ApiError names what is wrong."""
     try:
         chat = _decode_body(body)
@@ -210,13 +218,45 @@ def parse_chat(body: bytes, *, model: str) -> ChatRequest:
         messages=[message.for_template() for message in chat.messages],
         chars=sum(len(message.text()) for message in chat.messages),
         max_tokens=_max_tokens(chat),
-        temperature=1.0 if chat.temperature is None else chat.temperature,
-        top_p=1.0 if chat.top_p is None else chat.top_p,
+        sampling=_sampling(chat, vocab_size),
         seed=None if chat.seed is None else chat.seed & (2**64 - 1),
         stop=stop,
+        stop_tokens=_stop_tokens(chat, vocab_size),
+        show_stop=bool(chat.include_stop_str_in_output),
+        min_tokens=chat.min_tokens or 0,
+        ignore_eos=bool(chat.ignore_eos),
         stream=bool(chat.stream),
         include_usage=chat.stream_options is not None and chat.stream_options.include_usage,
     )
+
+
+def _sampling(body: _Body, vocab_size: int) -> SamplingParams:
+    """The sampling parameters, but for the seed; null is the value that changes nothing."""
+    biases = body.logit_bias or {}
+    _check_ids("logit_bias", biases, vocab_size)
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=tuple(sorted(biases.items())),
+    )
+
+
+def _stop_tokens(body: _Body, vocab_size: int) -> tuple[int, ...]:
+    _check_ids("stop_token_ids", body.stop_token_ids or (), vocab_size)
+    return tuple(body.stop_token_ids or ())
+
+
+def _check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    for token in tokens:
+        if token >= vocab_size:
+            raise ApiError(
+                400, f"{name!r} names token {token}, and the vocabulary ends at {vocab_size - 1}.", param=name
+            )
 
 
 def _check_neutral(body: _Body) -> None:
@@ -263,7 +303,8 @@ def _invalid(error: msgspec.ValidationError) -> ApiError:
     if what.startswith("Invalid enum value"):
         # The only such field.
         what = f"{what.removeprefix('Invalid enum value ')} is none of {', '.join(get_args(Role))}"
-    param = path[:200]
+    # The values of a map have no better path than [...].
+    param = path.removesuffix("[...]")[:200]
     if not param:
         return ApiError(400, f"The body is not a chat request: {what}.")
     return ApiError(400, f"{param!r} is not valid: {what}.", param=param, code=code)

@@ -29,7 +29,15 @@ class Generation:
     """At least 1; prompt and max_tokens together fit the context."""
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
-    """Strings that end the text; never shown."""
+    """Strings that end the text."""
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end it beside the model's own; below the vocabulary's size."""
+    show_stop: bool = False
+    """Show the stop string or stop token that ended the text."""
+    min_tokens: int = 0
+    """Tokens before which nothing stops; at most max_tokens."""
+    ignore_eos: bool = False
+    """The model's own stop tokens do not end the text."""
 
 
 @dataclass(frozen=True, slots=True)

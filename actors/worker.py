@@ -14,10 +14,13 @@ from actors.shell import Actor
 from engine.ids import request_name
 from engine.messages import Cancel, HandOver, HandOverRefused, StartPrefill, TermAccepted
 from engine.worker import Worker, WorkerLimits
-from kernels.backend import Rows
+from kernels.backend import Rows, TokenLog
+from kernels.sampling import forbidding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
 
     from actors.boot import World
     from engine.batching import Plan
@@ -68,7 +71,9 @@ class WorkerActor(Actor):
                 self._news = trio.Event()
                 continue
             began = trio.current_time()
-            result = await self.world.compute(partial(self.backend.step, rows_of(plan)))
+            result = await self.world.compute(
+                partial(self.backend.step, rows_of(plan, self.backend.config.vocab_size))
+            )
             now = trio.current_time()
             self._count(plan, now - began)
             if self._logs_steps:
@@ -158,18 +163,22 @@ def log_step(plan: Plan, seconds: float) -> None:
     )
 
 
-def rows_of(plan: Plan) -> Rows:
+def rows_of(plan: Plan, vocab_size: int) -> Rows:
     """The plan as arrays for the backend."""
     sequence: list[int] = []
     position: list[int] = []
     token: list[int] = []
     needs_logits: list[bool] = []
+    masks: list[NDArray[np.uint32] | None] = []
     for index, piece in enumerate(plan.slices):
         end = piece.start + piece.length
         sequence += [index] * piece.length
         position += range(piece.start, end)
         token += piece.sequence.log[piece.start : end]
         needs_logits += [False] * (piece.length - 1) + [piece.samples]
+        masks += [None] * piece.length
+        if piece.samples and piece.sequence.stops_wait:
+            masks[-1] = forbidding(vocab_size, piece.sequence.spec.stop_tokens)
     count = len(sequence)
     return Rows(
         sequence=np.array(sequence, np.int32),
@@ -177,9 +186,22 @@ def rows_of(plan: Plan) -> Rows:
         token=np.array(token, np.int32),
         is_draft=np.zeros(count, np.bool_),
         needs_logits=np.array(needs_logits, np.bool_),
-        masks=(None,) * count,
+        masks=tuple(masks),
         block_tables=tuple(
             np.array([page.index for page in piece.sequence.pages], np.int32) for piece in plan.slices
         ),
         sampling=tuple(piece.sequence.spec.sampling for piece in plan.slices),
+        logs=logs_of(plan),
+    )
+
+
+def logs_of(plan: Plan) -> tuple[TokenLog | None, ...]:
+    """The logs of the sequences with penalties; empty when there is none."""
+    if not any(piece.sequence.spec.sampling.needs_log for piece in plan.slices):
+        return ()
+    return tuple(
+        TokenLog(np.array(piece.sequence.log, np.int32), piece.sequence.spec.prompt_length)
+        if piece.sequence.spec.sampling.needs_log
+        else None
+        for piece in plan.slices
     )

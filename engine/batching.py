@@ -59,6 +59,12 @@ class Sequence:
         """The position behind the last one that its present task computes."""
         return len(self.log) - (self.state is SequenceState.PREFILL)
 
+    @property
+    def stops_wait(self) -> bool:
+        """Fewer tokens were generated than the least number: the next one must not be a stop token."""
+        spec = self.spec
+        return spec.min_tokens > 0 and len(self.log) - spec.prompt_length < spec.min_tokens
+
     def move(self, event: SequenceEvent) -> None:
         """Advance in the transition table."""
         self.state = advance(SEQUENCE, self.state, event)

@@ -42,7 +42,7 @@ class Detokenizer:
 
 
 class StopFilter:
-    """A fold over pieces of text that ends before the first stop string.
+    """A fold over pieces of text that ends before the first stop string, or behind it.
 
     The first is the one that is complete first; of several complete at the same character, the
     longest. So the outcome does not depend on how the text is cut into pieces, and the fold knows
@@ -50,24 +50,29 @@ class StopFilter:
     characters than the longest of them has.
     """
 
-    def __init__(self, stops: tuple[str, ...] = ()) -> None:
-        """ValueError for an empty stop string: it would end every text before it begins."""
+    def __init__(self, stops: tuple[str, ...] = (), *, show: bool = False) -> None:
+        """`show`: the stop string that ends the text is part of it.
+
+        ValueError for an empty stop string: it would end every text before it begins.
+        """
         if "" in stops:
             raise ValueError("a stop string is empty")
         self._stops = stops
+        self._show = show
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self._hit = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that is certain to lie before any stop string, whether one was hit now or earlier)."""
+        """(text that is certain to be shown, whether a stop string was hit now or earlier)."""
         if self._hit:
             return "", True
         text = self._held + text
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
             self._hit, self._held = True, ""
-            return text[: min(ends)[1]], True
+            end, start = min(ends)
+            return text[: end if self._show else start], True
         certain = self._certain(text)
         self._held = text[certain:]
         return text[:certain], False

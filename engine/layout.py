@@ -172,7 +172,8 @@ class TokenLogArena:
     """
 
     HEADER_WORDS = 8
-    PARAMETER_BYTES = 4096
+    PARAMETER_BYTES = 8192
+    """300 biases and 64 stop tokens take 5 KiB at most."""
 
     def __init__(self, buffer: memoryview, slots: int, capacity: int) -> None:
         self.slots = slots

@@ -71,6 +71,7 @@ class AdmissionRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_tokens: tuple[int, ...]
     sampling: SamplingParams
     arrival: float
+    min_tokens: int = 0
 
 
 class Committed(NamedTuple):
@@ -148,6 +149,8 @@ class Ledger:
         stop_tokens: tuple[int, ...],
         sampling: SamplingParams,
         now: float,
+        *,
+        min_tokens: int = 0,
     ) -> tuple[SequenceKey, list[Effect]]:
         """Open the log of a new request and submit it.
 
@@ -159,7 +162,7 @@ class Ledger:
             raise LedgerFull
         self._counter += 1
         key = SequenceKey(pack_request(self.ordinal, self.me.epoch, self._counter), sampling.choice)
-        record = AdmissionRecord(limit, stop_tokens, sampling, now)
+        record = AdmissionRecord(limit, stop_tokens, sampling, now, min_tokens)
         slot = self._free_slots[-1]
         self.arena.open(slot, key.request, key.choice, prompt, msgspec.msgpack.encode(record))
         self._free_slots.pop()
@@ -247,6 +250,8 @@ class Ledger:
             record.limit,
             record.stop_tokens,
             record.sampling,
+            entry.prompt_length,
+            record.min_tokens,
         )
         return [Send(message.prefill, StartPrefill(entry.term, spec, message.decode))]
 

@@ -170,6 +170,10 @@ class SequenceSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     limit: int
     stop_tokens: tuple[int, ...]
     sampling: SamplingParams
+    prompt_length: int
+    """Tokens of the log from here on were generated, also those that an earlier term had generated."""
+    min_tokens: int = 0
+    """No stop token is sampled before so many tokens were generated."""
 
 
 class StartPrefill(Message, frozen=True):

@@ -1,6 +1,17 @@
 """How a token is chosen: parameters of a request and the counter-based noise rule.
 
-A sampled token is a pure function of the token log. Noise for vocabulary id `v` at log position
+A sampled token is a pure function of the token log. Penalties are a fold over it: with the logits `l`
+of the token at position `t`, in float64 and in this order, for every vocabulary id `v`
+
+    l[v] += bias[v]                                               logit_bias
+    l[v] = l[v] / r if l[v] > 0 else l[v] * r                     repetition_penalty r, v in log[:t]
+    l[v] -= frequency * n[v] + presence * (n[v] > 0)              n[v]: how often v is in log[prompt:t]
+
+Source: Keskar et al., "CTRL" (2019) for the repetition penalty, in the form of Hugging Face's generate,
+which is mild on both sides of zero; OpenAI's API reference for the other two, which count generated
+tokens only.
+
+Noise for vocabulary id `v` at log position
 `t` (the position that the sampled token will take) is
 
     Philox4x64-10, key = (seed, choice), counter = (t, v, 0, 0), first output word x
@@ -35,6 +46,19 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Unsigned 64 bit."""
     choice: int = 0
     """Index of this choice among the n of its request."""
+    presence_penalty: float = 0.0
+    """From -2 to 2; taken once from the logit of every id that was generated."""
+    frequency_penalty: float = 0.0
+    """From -2 to 2; taken from the logit of an id as often as it was generated."""
+    repetition_penalty: float = 1.0
+    """From 0.01 to 100; above 1 it makes ids less likely that are in the prompt or were generated."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit: from -100 to 100), every id once."""
+
+    @property
+    def needs_log(self) -> bool:
+        """Whether the tokens before the sampled one change the logits."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 GREEDY = SamplingParams()

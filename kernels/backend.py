@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLog:
+    """The tokens of a sequence, for the penalties of `engine.sampling`."""
+
+    tokens: NDArray[np.int32]
+    """[n] from position 0 at least through the sequence's last row; what is behind it is not looked at."""
+    prompt_length: int
+    """Tokens from this position on were generated."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """One step's work: R rows, each one token of one of S sequences.
 
@@ -44,6 +54,8 @@ class Rows:
     """One a sequence: page indexes, block b holding positions b*tokens … (b+1)*tokens - 1."""
     sampling: tuple[SamplingParams, ...]
     """One a sequence."""
+    logs: tuple[TokenLog | None, ...] = ()
+    """One a sequence, or empty when none needs its log (`SamplingParams.needs_log`), which is the rule."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 from engine.model import read_config
 from kernels.backend import StepResult
 from kernels.rows import check_pool, check_rows
-from kernels.sampling import sample_rows
+from kernels.sampling import sample_step
 from kernels.weights import EMBEDDING, FINAL_NORM, Weights
 
 if TYPE_CHECKING:
@@ -72,12 +72,7 @@ class ReferenceBackend:
             hidden = self._row(int(rows.token[row]), int(rows.position[row]), table)
             if rows.needs_logits[row]:
                 logits[wanted.index(row)] = self.weights.head().astype(np.float64) @ hidden
-        tokens = sample_rows(
-            logits,
-            [int(rows.position[row]) + 1 for row in wanted],
-            [rows.sampling[rows.sequence[row]] for row in wanted],
-            [rows.masks[row] for row in wanted],
-        )
+        tokens = sample_step(rows, logits)
         return StepResult(tokens, logits if return_logits else None)
 
     def _row(self, token: int, position: int, table: NDArray[np.int32]) -> Floats:

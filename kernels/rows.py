@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.model import ModelConfig
     from engine.sampling import SamplingParams
     from engine.shapes import PageShape
-    from kernels.backend import Rows
+    from kernels.backend import Rows, TokenLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ def check_rows(rows: Rows, config: ModelConfig, page_shape: PageShape, pages: in
         raise ValueError("the columns of rows differ in length")
     if len(rows.block_tables) != len(rows.sampling):
         raise ValueError("block tables and sampling parameters differ in number")
+    if rows.logs and len(rows.logs) != len(rows.sampling):
+        raise ValueError("logs and sampling parameters differ in number")
     _check_range("token", rows.token, config.vocab_size)
     _check_range("position", rows.position, config.context_length)
     _check_range("sequence", rows.sequence, len(rows.block_tables))
@@ -87,11 +89,22 @@ def check_rows(rows: Rows, config: ModelConfig, page_shape: PageShape, pages: in
         for page in written.tolist():
             if writers.setdefault(page, span.sequence) != span.sequence:
                 raise ValueError(f"page {page} is written by two sequences")
-        check_sampling(span.sequence, rows.sampling[span.sequence])
+        params = rows.sampling[span.sequence]
+        check_sampling(span.sequence, params, config.vocab_size)
+        if params.needs_log:
+            _check_log(span, rows.logs[span.sequence] if rows.logs else None, config.vocab_size)
     return spans
 
 
-def check_sampling(sequence: int, params: SamplingParams) -> None:
+def _check_log(span: Span, log: TokenLog | None, vocab_size: int) -> None:
+    if log is None:
+        raise ValueError(f"sequence {span.sequence}: its penalties need its log")
+    if len(log.tokens) < span.end or log.prompt_length < 0:
+        raise ValueError(f"sequence {span.sequence}: its log ends before position {span.end - 1}")
+    _check_range(f"sequence {span.sequence}: log token", log.tokens, vocab_size)
+
+
+def check_sampling(sequence: int, params: SamplingParams, vocab_size: int) -> None:
     """ValueError when a sampling parameter is out of its range."""
     if not (math.isfinite(params.temperature) and params.temperature >= 0.0):
         raise ValueError(f"sequence {sequence}: temperature {params.temperature} is not 0 or more")
@@ -103,6 +116,15 @@ def check_sampling(sequence: int, params: SamplingParams) -> None:
         raise ValueError(f"sequence {sequence}: top_k {params.top_k} is negative")
     if not (0 <= params.seed < 1 << 64 and 0 <= params.choice < 1 << 64):
         raise ValueError(f"sequence {sequence}: seed and choice are unsigned 64-bit numbers")
+    if not (-2.0 <= params.presence_penalty <= 2.0 and -2.0 <= params.frequency_penalty <= 2.0):
+        raise ValueError(f"sequence {sequence}: presence and frequency penalties go from -2 to 2")
+    if not 0.01 <= params.repetition_penalty <= 100.0:
+        raise ValueError(f"sequence {sequence}: the repetition penalty goes from 0.01 to 100")
+    for token, bias in params.logit_bias:
+        if not (0 <= token < vocab_size and -100.0 <= bias <= 100.0):
+            raise ValueError(f"sequence {sequence}: a bias of {bias} for token {token} of {vocab_size}")
+    if len(dict(params.logit_bias)) != len(params.logit_bias):
+        raise ValueError(f"sequence {sequence}: a token has two biases")
 
 
 def _check_range(what: str, values: NDArray[np.int32], limit: int) -> None:

@@ -1,8 +1,8 @@
 """From logits to tokens: the sampling rule of engine.sampling over rows of logits, in numpy.
 
-Order for a row: the mask forbids ids; logits are divided by the temperature; top_k, then top_p over
-what top_k left, then min_p drop the unlikely; Gumbel noise is added; the greatest wins. "More likely"
-always means (logit descending, id ascending).
+Order for a row: the mask forbids ids; biases and penalties change logits (`adjusted`); they are divided by
+the temperature; top_k, then top_p over what top_k left, then min_p drop the unlikely; Gumbel noise is
+added; the greatest wins. "More likely" always means (logit descending, id ascending).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import numpy as np
 from kernels.philox import GUMBEL_HIGH, GUMBEL_LOW, gumbel_noise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from engine.sampling import SamplingParams
+    from kernels.backend import Rows, TokenLog
 
     Mask = NDArray[np.uint32]
     Ids = NDArray[np.int64]
@@ -39,25 +40,88 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+def forbidding(vocab_size: int, tokens: Iterable[int]) -> Mask:
+    """The mask that allows every id but the given ones."""
+    mask = np.full(mask_words(vocab_size), 0xFFFFFFFF, np.uint32)
+    for token in tokens:
+        mask[token // 32] &= ~np.uint32(1 << token % 32)
+    return mask
+
+
+def sample_step(rows: Rows, logits: NDArray[np.float32]) -> NDArray[np.int32]:
+    """One token for each row of a step that needs logits, which are [L, vocab_size]; [L] int32."""
+    wanted = np.flatnonzero(rows.needs_logits)
+    sequences = rows.sequence[wanted].tolist()
+    return sample_rows(
+        logits,
+        (rows.position[wanted] + 1).tolist(),
+        [rows.sampling[sequence] for sequence in sequences],
+        [rows.masks[row] for row in wanted],
+        [rows.logs[sequence] for sequence in sequences] if rows.logs else None,
+    )
+
+
 def sample_rows(
     logits: NDArray[np.float32],
     positions: Sequence[int],
     params: Sequence[SamplingParams],
     masks: Sequence[Mask | None],
+    logs: Sequence[TokenLog | None] | None = None,
 ) -> NDArray[np.int32]:
     """Sample one token for each row of `logits` [L, vocab_size]; returns [L] int32.
 
     `positions[i]` is the log position that the sampled token of row i will take. A row whose logits are
     not all finite, or whose mask allows no id, gets NO_TOKEN, and the other rows are not disturbed.
     """
-    rows = zip(logits, positions, params, masks, strict=True)
+    logs = [None] * len(logits) if logs is None else logs
+    rows = zip(logits, positions, params, masks, logs, strict=True)
     return np.fromiter((sample_row(*row) for row in rows), np.int32, count=len(logits))
 
 
-def sample_row(logits: NDArray[np.float32], position: int, params: SamplingParams, mask: Mask | None) -> int:
+def sample_row(
+    logits: NDArray[np.float32],
+    position: int,
+    params: SamplingParams,
+    mask: Mask | None,
+    log: TokenLog | None = None,
+) -> int:
     """The token that follows a row with the given logits [vocab_size], or NO_TOKEN."""
     if not np.isfinite(logits).all():
         return NO_TOKEN
+    if params.logit_bias or params.needs_log:
+        return _choose(adjusted(logits, position, params, log), position, params, mask)
+    return _choose(logits, position, params, mask)
+
+
+def adjusted(
+    logits: NDArray[np.float32], position: int, params: SamplingParams, log: TokenLog | None
+) -> Scores:
+    """The logits [vocab_size] of one row after biases and penalties, in float64.
+
+    `position` is the sampled token's; ValueError when the penalties need a log and there is none.
+    """
+    values = logits.astype(np.float64)
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        values[list(ids)] += biases
+    if not params.needs_log:
+        return values
+    if log is None:
+        raise ValueError("penalties need the token log")
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(log.tokens[:position])
+        old = values[seen]
+        values[seen] = np.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        counts = np.bincount(log.tokens[log.prompt_length : position], minlength=len(values))
+        values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    return values
+
+
+def _choose(
+    logits: NDArray[np.float32] | Scores, position: int, params: SamplingParams, mask: Mask | None
+) -> int:
+    """The token of a row whose logits are finite."""
     if params.temperature == 0.0:
         return _greedy(logits, mask)
     ids, scores = surviving_ids(logits, params, mask)
@@ -71,7 +135,7 @@ def sample_row(logits: NDArray[np.float32], position: int, params: SamplingParam
 
 
 def surviving_ids(
-    logits: NDArray[np.float32], params: SamplingParams, mask: Mask | None
+    logits: NDArray[np.float32] | Scores, params: SamplingParams, mask: Mask | None
 ) -> tuple[Ids, Scores]:
     """Ids (ascending) that mask and filters leave, and their (logit - maximum) / temperature.
 
@@ -99,7 +163,7 @@ def surviving_ids(
     return allowed, scores
 
 
-def _greedy(logits: NDArray[np.float32], mask: Mask | None) -> int:
+def _greedy(logits: NDArray[np.float32] | Scores, mask: Mask | None) -> int:
     if mask is None:
         return int(np.argmax(logits))
     allowed = _allowed(mask, len(logits))

@@ -15,7 +15,7 @@ from engine.model import read_config
 from kernels.attention import BLOCK, QUERY_TILES, PagePool, attend, plan_groups, visible_mask
 from kernels.backend import StepResult
 from kernels.rows import check_pool, check_rows
-from kernels.sampling import sample_rows
+from kernels.sampling import sample_step
 from kernels.tiles import TILE, Linear, TilePlan, fold, padded, read_only_tensor, same_bits
 from kernels.weights import EMBEDDING, FINAL_NORM, Weights
 
@@ -88,12 +88,7 @@ class TorchBackend:
             hidden = self._forward(rows, self._slots(rows, spans), groups)
             if len(wanted):
                 logits = self._logits(hidden, wanted)
-        tokens = sample_rows(
-            logits,
-            (rows.position[wanted] + 1).tolist(),
-            [rows.sampling[sequence] for sequence in rows.sequence[wanted]],
-            [rows.masks[row] for row in wanted],
-        )
+        tokens = sample_step(rows, logits)
         return StepResult(tokens, logits if return_logits else None)
 
     def _slots(self, rows: Rows, spans: list[Span]) -> Tensor:

@@ -10,9 +10,10 @@ from tokenizers.models import BPE
 
 from engine.model import TEMPLATE, TOKENIZER, read_config
 from engine.sampling import GREEDY
-from kernels.backend import Rows
+from kernels.backend import Rows, TokenLog
 from kernels.random_model import write_random_model
 from kernels.reference import ReferenceBackend
+from kernels.sampling import forbidding
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,10 +58,18 @@ def write_byte_model(folder: Path, *, seed: int = 0, context_length: int = 256) 
 
 
 def generate(
-    folder: Path, prompt: tuple[int, ...], max_tokens: int, sampling: SamplingParams = GREEDY
+    folder: Path,
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    sampling: SamplingParams = GREEDY,
+    *,
+    stop_tokens: tuple[int, ...] = (),
+    ignore_eos: bool = False,
+    min_tokens: int = 0,
 ) -> list[int]:
     """What the model answers when nothing else runs: one token at a time, alone, on fresh pages."""
     config = read_config(folder)
+    stops = (*(() if ignore_eos else config.eos_tokens), *stop_tokens)
     shape = config.page_shape(16, "float32")
     total = len(prompt) + max_tokens
     pool = np.zeros(shape.pages_for(total) * shape.page_bytes, np.uint8)
@@ -68,17 +77,19 @@ def generate(
     table = np.arange(shape.pages_for(total), dtype=np.int32)
     log = list(prompt)
     filled = 0
-    while len(log) < total and (len(log) == len(prompt) or log[-1] not in config.eos_tokens):
+    while len(log) < total and (len(log) == len(prompt) or log[-1] not in stops):
         count = len(log) - filled
+        mask = forbidding(config.vocab_size, stops) if len(log) - len(prompt) < min_tokens else None
         rows = Rows(
             sequence=np.zeros(count, np.int32),
             position=np.arange(filled, len(log), dtype=np.int32),
             token=np.array(log[filled:], np.int32),
             is_draft=np.zeros(count, np.bool_),
             needs_logits=np.arange(count) == count - 1,
-            masks=(None,) * count,
+            masks=(*(None,) * (count - 1), mask),
             block_tables=(table,),
             sampling=(sampling,),
+            logs=(TokenLog(np.array(log, np.int32), len(prompt)),),
         )
         filled = len(log)
         log.append(int(backend.step(rows).tokens[0]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -24,7 +24,7 @@ from transport.faulty import NO_FAULTS, EdgePlan, FaultyNetwork
 from transport.memory import MemoryNetwork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from actors.shell import Actor as ActorShell
@@ -74,7 +74,7 @@ class System:
         self.topology = read_topology(topology, ["replicator.standby_pages=8", "kv.pages=64", *settings])
         self.config = read_config(model_folder)
         self.shape = self.config.page_shape(self.topology.kv.page_tokens, self.topology.kv.dtype)
-        self._folder = model_folder
+        self.folder = model_folder
         self._nursery = nursery
         self._memory = MemoryNetwork(high_water_mark=10_000)
         self._on_message = on_message
@@ -133,7 +133,7 @@ class System:
             run_dir="",
             launcher_endpoint=self.launcher.endpoint,
             launcher_pid=0,
-            model_folder=str(self._folder),
+            model_folder=str(self.folder),
             page_shape=self.shape,
             context_length=self._context_length,
         )
@@ -190,7 +190,7 @@ class System:
         import numpy as np
 
         return backends.open_backend(
-            "reference", self._folder, np.frombuffer(pool, np.uint8), self.shape, threads=1
+            "reference", self.folder, np.frombuffer(pool, np.uint8), self.shape, threads=1
         )
 
     # ── using it ──────────────────────────────────────────────────────────────────────────────
@@ -214,6 +214,10 @@ class System:
         """Tokens of a text, as the gateways do it."""
         return tuple(self.gateways()[0].text.encode(text, special=False))
 
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens, as the gateways do it."""
+        return self.gateways()[0].text.decode(tokens)
+
     async def complete(
         self,
         text: str,
@@ -221,9 +225,11 @@ class System:
         max_tokens: int = 8,
         sampling: SamplingParams = GREEDY,
         stop: tuple[str, ...] = (),
+        **stopping: Any,
     ) -> tuple[str, End]:
-        """The answer to a prompt, whole, and how it ended."""
-        session = self.gateways()[0].open(Generation(self.encode(text), max_tokens, sampling, stop))
+        """The answer to a prompt, whole, and how it ended; `stopping` is the rest of a `Generation`."""
+        generation = Generation(self.encode(text), max_tokens, sampling, stop, **stopping)
+        session = self.gateways()[0].open(generation)
         pieces = []
         async for event in session.events():
             if isinstance(event, Delta):
@@ -232,10 +238,20 @@ class System:
                 return "".join(pieces), event
         raise AssertionError("a session ended without an End")
 
-    def expected(self, text: str, *, max_tokens: int = 8, sampling: SamplingParams = GREEDY) -> str:
+    def expected(
+        self,
+        text: str,
+        *,
+        max_tokens: int = 8,
+        sampling: SamplingParams = GREEDY,
+        stop_tokens: tuple[int, ...] = (),
+        **stopping: Any,
+    ) -> str:
         """The text that the model answers when it runs alone, computed without any actor."""
-        gateway = self.gateways()[0]
-        return gateway.text.decode(generate(self._folder, self.encode(text), max_tokens, sampling))
+        tokens = generate(
+            self.folder, self.encode(text), max_tokens, sampling, stop_tokens=stop_tokens, **stopping
+        )
+        return self.decode(tokens[:-1] if tokens[-1] in stop_tokens else tokens)
 
     async def settle(self) -> None:
         """Wait until every actor is alive and has nothing left, then check everybody's invariants.

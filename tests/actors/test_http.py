@@ -12,6 +12,7 @@ from scripted_sessions import MODEL, ScriptedSessions, body, served
 
 from actors.openai import NEUTRAL
 from actors.sessions import Draining, QueueFull, Refused
+from engine.sampling import SamplingParams
 
 
 def events(text: str) -> list[object]:
@@ -91,8 +92,48 @@ async def test_parameters_reach_the_generation() -> None:
     assert (first.stop, first.max_tokens) == (("a", "b"), 5)
     assert (second.stop, second.max_tokens) == (("a",), 4)
     assert (second.sampling.temperature, second.sampling.top_p, second.sampling.seed) == (1.0, 1.0, 4711)
+    assert first.sampling == SamplingParams(temperature=0.5, top_p=0.9, seed=2**64 - 1)
     assert third.prompt == (1, *b"hi")
     assert third.max_tokens == MODEL.context_length - 3
+
+
+async def test_sampling_and_stopping_parameters_reach_the_generation() -> None:
+    async with served(ScriptedSessions(("x",))) as door:
+        response = await door.chat(
+            temperature=0.5,
+            top_k=40,
+            min_p=0.1,
+            presence_penalty=-2,
+            frequency_penalty=1.5,
+            repetition_penalty=1.1,
+            logit_bias={"9": -100, "7": 0.5},
+            min_tokens=3,
+            ignore_eos=True,
+            stop_token_ids=[255, 4],
+            include_stop_str_in_output=True,
+            seed=1,
+        )
+        assert response.is_success, response.text
+        nothing = ["top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+        nothing += ["logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"]
+        await door.chat(**dict.fromkeys(nothing), seed=1)
+        await door.chat(top_k=-1, logit_bias={}, stop_token_ids=[], repetition_penalty=1, seed=1)
+    full, *empty = (session.generation for session in door.sessions.opened)
+    assert full.sampling == SamplingParams(
+        temperature=0.5,
+        top_k=40,
+        min_p=0.1,
+        seed=1,
+        presence_penalty=-2.0,
+        frequency_penalty=1.5,
+        repetition_penalty=1.1,
+        logit_bias=((7, 0.5), (9, -100.0)),
+    )
+    assert (full.min_tokens, full.ignore_eos, full.stop_tokens, full.show_stop) == (3, True, (255, 4), True)
+    for generation in empty:
+        assert generation.sampling == SamplingParams(temperature=1.0, seed=1)
+        assert (generation.min_tokens, generation.ignore_eos) == (0, False)
+        assert (generation.stop_tokens, generation.show_stop) == ((), False)
 
 
 REFUSALS = [
@@ -131,6 +172,28 @@ REFUSALS = [
     ({"temperature": -0.1}, "temperature", None),
     ({"top_p": 0}, "top_p", None),
     ({"top_p": 1.01}, "top_p", None),
+    ({"top_k": -2}, "top_k", None),
+    ({"top_k": 0.5}, "top_k", None),
+    ({"min_p": 1.1}, "min_p", None),
+    ({"presence_penalty": 2.1}, "presence_penalty", None),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", None),
+    ({"repetition_penalty": 0}, "repetition_penalty", None),
+    ({"repetition_penalty": -1}, "repetition_penalty", None),
+    ({"repetition_penalty": 101}, "repetition_penalty", None),
+    ({"logit_bias": {"1": 101}}, "logit_bias", None),
+    ({"logit_bias": {"a": 1}}, "logit_bias", None),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", None),
+    ({"logit_bias": {"256": 1}}, "logit_bias", None),
+    ({"logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias", None),
+    ({"logit_bias": [1]}, "logit_bias", None),
+    ({"min_tokens": -1}, "min_tokens", None),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", None),
+    ({"min_tokens": 998}, "min_tokens", None),
+    ({"ignore_eos": 1}, "ignore_eos", None),
+    ({"stop_token_ids": [256]}, "stop_token_ids", None),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", None),
+    ({"stop_token_ids": [1] * 65}, "stop_token_ids", None),
+    ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output", None),
     ({"seed": 2**63}, "seed", None),
     ({"seed": 0.5}, "seed", None),
     ({"stop": ""}, "stop", None),

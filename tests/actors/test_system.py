@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import trio
 
-from actors.sessions import Generation
+from actors.sessions import Delta, Generation
 from engine.sampling import GREEDY, SamplingParams
+from engine.testing.models import generate
 from transport.faulty import EdgePlan
 
 if TYPE_CHECKING:
@@ -120,6 +122,86 @@ async def test_a_stop_string_ends_the_request_everywhere(
         text, end = await system.complete(PROMPT, max_tokens=30, stop=(stop,))
         assert text == whole[: whole.index(stop)]
         assert end.reason == "stop"
+        await system.settle()
+
+
+PENALTIES = SamplingParams(
+    temperature=0.9,
+    top_k=50,
+    min_p=0.001,
+    seed=7,
+    presence_penalty=0.5,
+    frequency_penalty=1.5,
+    repetition_penalty=1.3,
+    logit_bias=((40, 3.0), (41, -100.0)),
+)
+
+
+@pytest.mark.parametrize("sampling", [PENALTIES, SamplingParams(frequency_penalty=2.0)])
+@pytest.mark.parametrize("victim", [None, "decode", "prefill"])
+async def test_penalties_are_the_same_fold_wherever_the_log_is(
+    victim: str | None, sampling: SamplingParams, start_system: StartSystem, autojump_clock: MockClock
+) -> None:
+    """Also behind a death, when generated tokens are placed again as if they were a prompt."""
+    system = await start_system("local")
+    expected = system.expected(PROMPT, max_tokens=40, sampling=sampling)
+    plain = msgspec.structs.replace(
+        sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
+    )
+    assert expected != system.expected(PROMPT, max_tokens=40, sampling=plain)
+    with trio.fail_after(600):
+        session = system.gateways()[0].open(Generation(system.encode(PROMPT), 40, sampling))
+        text, count = "", 0
+        async for event in session.events():
+            if isinstance(event, Delta):
+                text += event.text
+                count += 1
+                if count == 10 and victim is not None:
+                    system.kill_actor(victim)
+        assert text == expected
+        await system.settle()
+
+
+@pytest.mark.parametrize("victim", [None, "decode"])
+async def test_what_stops_and_what_does_not(
+    victim: str | None, start_system: StartSystem, autojump_clock: MockClock
+) -> None:
+    system = await start_system("local")
+    tokens = generate(system.folder, system.encode(PROMPT), 30)
+    stop = tokens[3]
+    with trio.fail_after(600):
+        text, end = await system.complete(PROMPT, max_tokens=30, stop_tokens=(stop,))
+        first = tokens.index(stop)
+        assert text == system.decode(tokens[:first])
+        assert (end.reason, end.completion_tokens) == ("stop", first + 1)
+        text, _ = await system.complete(PROMPT, max_tokens=30, stop_tokens=(stop,), show_stop=True)
+        assert text == system.decode(tokens[: first + 1])
+        # Before the least number of tokens a stop token is not even sampled.
+        limits = {"max_tokens": 30, "stop_tokens": (stop,), "min_tokens": 12}
+        if victim is not None:
+            session = system.gateways()[0].open(
+                Generation(system.encode(PROMPT), 30, GREEDY, stop_tokens=(stop,), min_tokens=12)
+            )
+            events = session.events()
+            seen = [await anext(events) for _ in range(4)]
+            system.kill_actor(victim)
+            seen += [event async for event in events]
+            text = "".join(event.text for event in seen if isinstance(event, Delta))
+        else:
+            text, end = await system.complete(PROMPT, **limits)
+            assert end.completion_tokens >= 12
+        assert text == system.expected(PROMPT, **limits)
+        # The model's own end is one more stop token, and can be ignored.
+        ending = SamplingParams(logit_bias=((1, 100.0),))
+        assert (await system.complete(PROMPT, max_tokens=9, sampling=ending))[1].completion_tokens == 1
+        _, end = await system.complete(PROMPT, max_tokens=9, sampling=ending, ignore_eos=True)
+        assert (end.reason, end.completion_tokens) == ("length", 9)
+        # A stop string counts only in what comes behind them.
+        whole = system.expected(PROMPT, max_tokens=30)
+        text, _ = await system.complete(PROMPT, max_tokens=30, stop=(whole[2:4],), show_stop=True)
+        assert text == whole[: whole.index(whole[2:4]) + 2]
+        text, _ = await system.complete(PROMPT, max_tokens=30, stop=(whole[:2],), min_tokens=30)
+        assert text == whole
         await system.settle()
 
 

@@ -30,7 +30,7 @@ GATEWAY = Incarnation("front", 1)
 
 def spec(number: int, length: int) -> SequenceSpec:
     log = tuple(range(length))
-    return SequenceSpec(SequenceKey(number, 0), GATEWAY, float(number), log, 1000, (), GREEDY)
+    return SequenceSpec(SequenceKey(number, 0), GATEWAY, float(number), log, 1000, (), GREEDY, len(log))
 
 
 class Bench:

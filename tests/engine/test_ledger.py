@@ -134,6 +134,31 @@ def test_a_request_is_told_to_the_scheduler_and_lies_in_the_arena() -> None:
     assert admitted == AdmissionRecord(20, (1, 2), SamplingParams(seed=9, choice=2), 1.5)
 
 
+def test_what_was_generated_begins_where_the_prompt_ended_also_when_placed_again() -> None:
+    desk = Desk()
+    key, _ = desk.core.open(PROMPT, 20, (1,), SamplingParams(seed=9), 1.5, min_tokens=5)
+    [(_, start)] = messages(desk.place(key), StartPrefill)
+    assert isinstance(start, StartPrefill)
+    assert (start.spec.prompt_length, start.spec.min_tokens) == (len(PROMPT), 5)
+    desk.tell(DECODE, TermAccepted(key, desk.term(key) + 1))
+    desk.token(key, 7)
+    desk.core.peers((), (DECODE,), 0.0)
+    desk.core.peers((member(DECODE),), (), 0.0)
+    [(_, again)] = messages(desk.place(key), StartPrefill)
+    assert isinstance(again, StartPrefill)
+    assert again.spec.log == (*PROMPT, 7)
+    assert (again.spec.prompt_length, again.spec.min_tokens) == (len(PROMPT), 5)
+
+
+def test_the_largest_request_that_a_door_lets_in_fits_its_slot() -> None:
+    desk = Desk()
+    biases = tuple((2**31 - 1 - n, 0.1 + n) for n in range(300))
+    sampling = SamplingParams(0.1, 2**31 - 1, 0.1, 0.1, 2**64 - 1, 2**32 - 1, 0.1, 0.1, 1.1, biases)
+    stops = tuple(range(2**31 - 65, 2**31 - 1))
+    key, _ = desk.core.open(PROMPT, 20, (*range(10), *stops), sampling, 1e9 / 3, min_tokens=2**31 - 1)
+    assert desk.is_open(key)
+
+
 def test_the_terms_of_a_life() -> None:
     desk = Desk()
     key = desk.open()

@@ -237,16 +237,16 @@ LETTERS = st.text("ab\n", max_size=24)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4).map(tuple)
 
 
-def before_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
+def before_stop(text: str, stops: tuple[str, ...], show: bool = False) -> tuple[str, bool]:
     """Read the text character by character; end where one has come to stand at the end, the longest."""
     for end in range(len(text) + 1):
         if hits := [stop for stop in stops if text[:end].endswith(stop)]:
-            return text[: end - max(map(len, hits))], True
+            return text[: end - (0 if show else max(map(len, hits)))], True
     return text, False
 
 
-def filtered(pieces: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
-    fold = StopFilter(stops)
+def filtered(pieces: list[str], stops: tuple[str, ...], show: bool = False) -> tuple[str, bool]:
+    fold = StopFilter(stops, show=show)
     shown, hit = "", False
     for piece in pieces:
         text, hit = fold.push(piece)
@@ -254,12 +254,12 @@ def filtered(pieces: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
     return shown + fold.finish(), hit
 
 
-@given(text=LETTERS, stops=STOPS)
-def test_a_text_split_anywhere_ends_before_the_same_stop(text: str, stops: tuple[str, ...]) -> None:
-    expected = before_stop(text, stops)
+@given(text=LETTERS, stops=STOPS, show=st.booleans())
+def test_a_text_split_anywhere_ends_at_the_same_stop(text: str, stops: tuple[str, ...], show: bool) -> None:
+    expected = before_stop(text, stops, show)
     for cut in range(len(text) + 1):
-        assert filtered([text[:cut], text[cut:]], stops) == expected
-    assert filtered(list(text), stops) == expected
+        assert filtered([text[:cut], text[cut:]], stops, show) == expected
+    assert filtered(list(text), stops, show) == expected
 
 
 @given(text=LETTERS, stops=STOPS)

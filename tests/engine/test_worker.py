@@ -67,7 +67,9 @@ def member(incarnation: Incarnation) -> Member:
 
 def spec_of(number: int, length: int, limit: int = 100) -> SequenceSpec:
     log = tuple(range(length))
-    return SequenceSpec(SequenceKey(number, 0), FRONT, float(number), log, limit, (STOP_TOKEN,), GREEDY)
+    return SequenceSpec(
+        SequenceKey(number, 0), FRONT, float(number), log, limit, (STOP_TOKEN,), GREEDY, len(log)
+    )
 
 
 class Desk:

@@ -11,7 +11,7 @@ from row_steps import POISON, Chunk, Pages
 
 from engine.errors import StartError
 from engine.sampling import SamplingParams
-from kernels.backend import Rows
+from kernels.backend import Rows, TokenLog
 from kernels.backends import open_backend
 from kernels.random_model import write_random_model
 
@@ -26,6 +26,9 @@ def pages(request: pytest.FixtureRequest, tmp_path: Path) -> Pages:
 
 def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
+
+
+PENALISED = SamplingParams(presence_penalty=1.0)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,22 @@ def ints(*values: int) -> np.ndarray:
         ({"sampling": (SamplingParams(min_p=1.5), SamplingParams())}, "min_p 1.5"),
         ({"sampling": (SamplingParams(top_k=-1), SamplingParams())}, "top_k -1"),
         ({"sampling": (SamplingParams(seed=-1), SamplingParams())}, "unsigned"),
+        ({"sampling": (SamplingParams(presence_penalty=2.5), SamplingParams())}, "from -2 to 2"),
+        ({"sampling": (SamplingParams(frequency_penalty=float("nan")), SamplingParams())}, "from -2 to 2"),
+        ({"sampling": (SamplingParams(repetition_penalty=0.0), SamplingParams())}, "from 0.01 to 100"),
+        ({"sampling": (SamplingParams(logit_bias=((97, 1.0),)), SamplingParams())}, "token 97 of 97"),
+        ({"sampling": (SamplingParams(logit_bias=((1, 101.0),)), SamplingParams())}, "bias of 101"),
+        ({"sampling": (SamplingParams(logit_bias=((1, 1.0), (1, 2.0))), SamplingParams())}, "two biases"),
+        ({"sampling": (PENALISED, SamplingParams())}, "sequence 0: its penalties need its log"),
+        ({"sampling": (PENALISED, SamplingParams()), "logs": (None,)}, "differ in number"),
+        (
+            {"sampling": (PENALISED, SamplingParams()), "logs": (TokenLog(ints(1, 2), 0), None)},
+            "log ends before position 2",
+        ),
+        (
+            {"sampling": (PENALISED, SamplingParams()), "logs": (TokenLog(ints(1, 2, 97), 0), None)},
+            "log token 97",
+        ),
     ],
 )
 def test_bad_rows_touch_nothing(pages: Pages, change: dict[str, Any], message: str) -> None:

@@ -11,11 +11,38 @@ from hypothesis import strategies as st
 from test_philox import numpy_word
 
 from engine.sampling import GREEDY, SamplingParams
-from kernels.sampling import NO_TOKEN, mask_words, sample_row, sample_rows, surviving_ids
+from kernels.backend import TokenLog
+from kernels.sampling import (
+    NO_TOKEN,
+    adjusted,
+    forbidding,
+    mask_words,
+    sample_row,
+    sample_rows,
+    surviving_ids,
+)
 
 
-def naive_sample(logits: list[float], position: int, params: SamplingParams, allowed: list[bool]) -> int:
+def naive_sample(
+    logits: list[float],
+    position: int,
+    params: SamplingParams,
+    allowed: list[bool],
+    log: list[int] | None = None,
+    prompt_length: int = 0,
+) -> int:
     """The rule of engine.sampling, read aloud."""
+    logits = list(logits)
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    before = (log or [])[:position]
+    generated = before[prompt_length:]
+    for token in range(len(logits)):
+        if token in before:
+            penalty = params.repetition_penalty
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        count = generated.count(token)
+        logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
     ids = [i for i in range(len(logits)) if allowed[i]]
     if not ids:
         return NO_TOKEN
@@ -77,6 +104,56 @@ def test_sampler_is_the_naive_loop(
     logits, allowed = row
     made = sample_row(np.array(logits, np.float32), position, params, mask_of(allowed) if masked else None)
     assert made == naive_sample(logits, position, params, allowed if masked else [True] * len(logits))
+
+
+@st.composite
+def penalised(draw: st.DrawFn) -> tuple[list[float], SamplingParams, list[int], int, int]:
+    """Logits, parameters, a log, the prompt's length and the position of the sampled token."""
+    size = draw(st.integers(1, 40))
+    value = st.one_of(st.integers(-3, 3).map(float), st.floats(-90, 90, width=32))
+    logits = draw(st.lists(value, min_size=size, max_size=size))
+    log = draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=30))
+    penalty = st.one_of(st.just(0.0), st.floats(-2, 2))
+    biases = st.dictionaries(st.integers(0, size - 1), st.floats(-100, 100), max_size=5)
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
+        top_k=draw(st.integers(0, 12)),
+        top_p=draw(st.sampled_from([0.5, 1.0])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        presence_penalty=draw(penalty),
+        frequency_penalty=draw(penalty),
+        repetition_penalty=draw(st.sampled_from([0.01, 0.5, 1.0, 1.3, 100.0])),
+        logit_bias=tuple(draw(biases).items()),
+    )
+    return logits, params, log, draw(st.integers(0, len(log))), draw(st.integers(1, len(log)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(penalised())
+def test_penalties_and_biases_are_the_naive_fold_over_the_log(
+    case: tuple[list[float], SamplingParams, list[int], int, int],
+) -> None:
+    logits, params, log, prompt_length, position = case
+    mask = forbidding(len(logits), {0, len(logits) - 1})
+    allowed = [0 < token < len(logits) - 1 for token in range(len(logits))]
+    tokens = TokenLog(np.array(log, np.int32), prompt_length)
+    for forbidden, ids in ((None, [True] * len(logits)), (mask, allowed)):
+        made = sample_row(np.array(logits, np.float32), position, params, forbidden, tokens)
+        assert made == naive_sample(logits, position, params, ids, log, prompt_length)
+
+
+def test_penalties_without_a_log_are_a_mistake() -> None:
+    with pytest.raises(ValueError, match="need the token log"):
+        sample_row(np.zeros(4, np.float32), 1, SamplingParams(presence_penalty=1.0), None)
+
+
+def test_penalties_count_what_was_generated_and_repetition_the_prompt_too() -> None:
+    logits = np.array([4, 3, 2, -1], np.float32)
+    log = TokenLog(np.array([0, 3, 1, 1, 2], np.int32), 2)
+    counted = adjusted(logits, 4, SamplingParams(frequency_penalty=0.5, presence_penalty=0.25), log)
+    assert counted.tolist() == [4, 3 - 2 * 0.5 - 0.25, 2, -1]
+    repeated = adjusted(logits, 4, SamplingParams(repetition_penalty=2.0), log)
+    assert repeated.tolist() == [2, 1.5, 2, -2]
 
 
 def test_noise_in_range_only_chooses_as_noise_for_all() -> None:
