@@ -22,7 +22,6 @@ or used, 70 it did not stop cleanly, 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 import os
@@ -30,157 +29,35 @@ import random
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
 import trio
 from tqdm import tqdm
 
 from tools import machine, observe
+from tools.bench_client import Client, Outcome
+from tools.bench_load import (
+    LEAD,
+    WORDS,
+    Arrival,
+    BenchFailed,
+    Prompts,
+    Request,
+    Scale,
+    read_trace,
+    scale_of,
+    single_token_words,
+)
 from tools.install import say
 from tools.system import Running, SystemFailed, launch_command, running_system
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
-WORDS = (  # noqa: SIM905 - a list of them would be a column of sixty lines
-    "water house river light time people world school family night music book road door "
-    "garden bread stone paper money horse winter summer morning island mountain forest ocean city "
-    "window table market village letter king story teacher doctor friend mother father child "
-    "bird fish tree flower green white black small large long high old new good early late"
-).split()
-LEAD = "Tell a very long story in which all of these words appear:"
-REQUEST_S = 300.0
-"""A request that has not been answered by then has failed."""
 QUIET_S = 5.0
 """How long we wait after a run until all actors have published their last figures."""
-
-
-class BenchFailed(Exception):
-    """Nothing could be measured; one line for a person."""
-
-
-# ── what to send ──────────────────────────────────────────────────────────────────────────────
-
-
-class Arrival(NamedTuple):
-    """One request of a trace."""
-
-    at_s: float
-    """Since the first one."""
-    input: int
-    output: int
-
-
-def read_trace(path: Path) -> list[Arrival]:
-    """The requests of a trace in order of their times: Mooncake's JSON lines or Azure's CSV, perhaps gzipped.
-
-    BenchFailed when it is neither.
-    """
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as stream:
-            parse = parse_azure if path.name.removesuffix(".gz").endswith(".csv") else parse_mooncake
-            arrivals = sorted(parse(stream))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise BenchFailed(f"{path}: {error}") from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise BenchFailed(f"{path}: not a trace in Mooncake's or Azure's format ({error})") from error
-    if not arrivals:
-        raise BenchFailed(f"{path}: no requests")
-    first = arrivals[0].at_s
-    return [arrival._replace(at_s=arrival.at_s - first) for arrival in arrivals]
-
-
-def parse_mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
-    """Lines of {"timestamp": milliseconds, "input_length": tokens, "output_length": tokens}."""
-    for line in lines:
-        if line.strip():
-            row = json.loads(line)
-            yield Arrival(row["timestamp"] / 1e3, row["input_length"], row["output_length"])
-
-
-def parse_azure(lines: Iterable[str]) -> Iterator[Arrival]:
-    """Rows of TIMESTAMP,ContextTokens,GeneratedTokens, with seven digits of a second or none."""
-    rows = iter(lines)
-    if next(rows, "").strip() != "TIMESTAMP,ContextTokens,GeneratedTokens":
-        raise ValueError("the first line does not name Azure's columns")
-    for line in rows:
-        if line.strip():
-            stamp, context, generated = line.strip().split(",")
-            seconds, _, fraction = stamp.partition(".")
-            at = datetime.fromisoformat(seconds).replace(tzinfo=UTC).timestamp()
-            yield Arrival(at + float(f"0.{fraction or 0}"), int(context), int(generated))
-
-
-class Scale(NamedTuple):
-    """How a trace is made to fit a machine: by one stated factor for lengths, one for times."""
-
-    lengths: float = 1.0
-    times: float = 1.0
-
-    def __call__(self, arrival: Arrival, least_input: int) -> Arrival:
-        """Shorter and later; not shorter than a prompt can be, and at least one token of answer."""
-        return Arrival(
-            arrival.at_s * self.times,
-            max(least_input, round(arrival.input / self.lengths)),
-            max(1, round(arrival.output / self.lengths)),
-        )
-
-
-async def single_token_words(
-    words: Sequence[str], count: Callable[[Sequence[str]], Awaitable[int]]
-) -> list[str]:
-    """Those words that are one token each, where `count` tells how many tokens several are together."""
-    if await count(words) == len(words):
-        return list(words)
-    if len(words) == 1:
-        return []
-    half = len(words) // 2
-    return await single_token_words(words[:half], count) + await single_token_words(words[half:], count)
-
-
-class Prompts:
-    """Makes prompts of an exact length."""
-
-    def __init__(self, words: Sequence[str], overhead: int) -> None:
-        """`overhead` tokens has a prompt without any word: the template's, and those of LEAD."""
-        self._words = words
-        self.overhead = overhead
-
-    def make(self, tokens: int, draw: random.Random) -> str:
-        """A prompt that has so many tokens, the template's included; ValueError when it has more anyway."""
-        if tokens < self.overhead:
-            raise ValueError(f"a prompt has at least {self.overhead} tokens, not {tokens}")
-        return " ".join([LEAD, *draw.choices(self._words, k=tokens - self.overhead)])
-
-
-class Request(NamedTuple):
-    """What is sent, and when at the earliest."""
-
-    at_s: float
-    prompt: str
-    input: int
-    output: int
-
-
-# ── what came back ────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How one request went. Times are seconds of time.perf_counter."""
-
-    sent: float
-    pieces: list[float] = field(default_factory=list)
-    """When each piece of text came."""
-    ended: float = 0.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    error: str = ""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -236,111 +113,7 @@ def summary(concurrency: int, outcomes: Sequence[Outcome], shares: dict[str, flo
     }
 
 
-# ── the client ────────────────────────────────────────────────────────────────────────────────
-
-
-class Client:
-    """Asks the door; one connection a request.
-
-    HTTP/1.0, in which a body is all that comes until the end: there is nothing to decode between
-    a piece of text and its time, and the client takes as little as it can of the machine it measures.
-    """
-
-    def __init__(self, url: str) -> None:
-        split = urlsplit(url)
-        self._host, self._port = split.hostname or "", split.port or 80
-        self.model = ""
-        self.options: dict[str, object] = {"temperature": 0}
-
-    async def get(self, path: str) -> Any:
-        """The JSON at a path; BenchFailed when there is none."""
-        try:
-            with trio.fail_after(30):
-                status, body = await self._whole(self._head("GET", path, 0))
-        except (OSError, trio.TooSlowError, trio.BrokenResourceError) as error:
-            raise BenchFailed(f"http://{self._host}:{self._port}{path}: {error or 'no answer'}") from error
-        if status != 200:
-            raise BenchFailed(f"{path}: HTTP status {status}")
-        return json.loads(body)
-
-    async def ask(self, prompt: str, output: int) -> Outcome:
-        """One streamed answer."""
-        chat = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": output,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self.options,
-        }
-        body = json.dumps(chat).encode()
-        lines: list[tuple[float, bytes]] = []
-        outcome = Outcome(time.perf_counter())
-        try:
-            with trio.fail_after(REQUEST_S):
-                request = self._head("POST", "/v1/chat/completions", len(body)) + body
-                stream = await trio.open_tcp_stream(self._host, self._port)
-                async with stream:
-                    await stream.send_all(request)
-                    rest = b""
-                    async for data in stream:
-                        now = time.perf_counter()
-                        *whole, rest = (rest + data).split(b"\n")
-                        lines += [(now, line) for line in whole]
-                    lines.append((time.perf_counter(), rest))
-        except trio.TooSlowError:
-            outcome.error = f"no answer within {REQUEST_S:g} s"
-        except (OSError, trio.BrokenResourceError) as error:
-            outcome.error = f"{type(error).__name__}: {error}"
-        outcome.ended = time.perf_counter()
-        if not outcome.error:
-            read_stream(lines, outcome)
-        return outcome
-
-    def _head(self, method: str, path: str, length: int) -> bytes:
-        return (
-            f"{method} {path} HTTP/1.0\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
-            f"content-length: {length}\r\n\r\n"
-        ).encode()
-
-    async def _whole(self, request: bytes) -> tuple[int, bytes]:
-        async with await trio.open_tcp_stream(self._host, self._port) as stream:
-            await stream.send_all(request)
-            answer = b"".join([data async for data in stream])
-        head, _, body = answer.partition(b"\r\n\r\n")
-        return int(head.split()[1]) if head else 0, body
-
-
-def read_stream(lines: Sequence[tuple[float, bytes]], outcome: Outcome) -> None:
-    """Take the lines of a response, each with its time, into an outcome that begins empty."""
-    status = lines[0][1].split()[1:2]
-    if status != [b"200"]:
-        code = status[0].decode() if status else "nothing"
-        text = lines[-1][1].decode(errors="replace")
-        try:
-            text = json.loads(text)["error"]["message"]
-        except (ValueError, LookupError, TypeError):
-            text = text[:200]
-        outcome.error = f"HTTP {code}: {text}"
-        return
-    done = False
-    for at, line in lines:
-        if not line.startswith(b"data: "):
-            continue
-        if line.startswith(b"data: [DONE]"):
-            done = True
-            continue
-        event = json.loads(line[6:])
-        if "error" in event:
-            outcome.error = event["error"]["message"]
-            return
-        if event.get("usage"):
-            outcome.prompt_tokens = event["usage"]["prompt_tokens"]
-            outcome.output_tokens = event["usage"]["completion_tokens"]
-        if any(choice["delta"].get("content") for choice in event["choices"]):
-            outcome.pieces.append(at)
-    if not done:
-        outcome.error = "the stream broke off before its end"
+# ── a run ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def get_ready(client: Client) -> Prompts:
@@ -471,7 +244,7 @@ def cells(run: dict[str, Any]) -> list[str]:
     """One run as texts for COLUMNS."""
 
     def three(values: dict[str, float | None]) -> str:
-        return " / ".join("–" if value is None else f"{value:.0f}" for value in values.values())
+        return " / ".join("–" if value is None else f"{value:,.0f}" for value in values.values())
 
     return [
         str(run["concurrency"]),
@@ -623,17 +396,6 @@ def _seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return value
-
-
-def scale_of(text: str) -> Scale:
-    """LENGTHS or LENGTHS:TIMES."""
-    try:
-        values = [float(part) for part in text.split(":")]
-    except ValueError:
-        values = []
-    if not 1 <= len(values) <= 2 or not all(0 < value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is not LENGTHS:TIMES, such as 64:100")
-    return Scale(*values)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tools.bench_serve import cells
 from tools.install import say
 
 BEGIN = "<!-- figures:begin -->"
@@ -35,24 +36,9 @@ def table(report: dict[str, Any]) -> str:
         "| clients | TTFT p50 / p95 / p99, ms | inter-token p50 / p95 / p99, ms | output tokens/s "
         "| all tokens/s | busy | answers | errors |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",
+        *(f"| {' | '.join(cells(run))} |" for run in report["runs"]),
     ]
-    for run in report["runs"]:
-        cells = (
-            run["concurrency"],
-            _three(run["ttft_ms"]),
-            _three(run["itl_ms"]),
-            f"{run['output_tokens_per_s']:.1f}",
-            f"{run['total_tokens_per_s']:.1f}",
-            f"{100 * run['utilisation']:.0f} %",
-            run["requests"] - run["errors"],
-            run["errors"],
-        )
-        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
-
-
-def _three(values: dict[str, float | None]) -> str:
-    return " / ".join("–" if value is None else f"{value:,.0f}" for value in values.values())
 
 
 def with_figures(text: str, figures: str) -> str:

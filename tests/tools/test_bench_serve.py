@@ -16,26 +16,19 @@ import pytest
 import trio
 
 from tools import bench, figures
-from tools.bench_serve import (
+from tools.bench_client import Client, Outcome, read_stream
+from tools.bench_load import (
     LEAD,
     Arrival,
     BenchFailed,
-    Client,
-    Outcome,
     Prompts,
     Request,
     Scale,
-    busy_shares,
-    closed_loop,
-    milliseconds,
-    open_loop,
-    percentile,
-    read_stream,
     read_trace,
     scale_of,
     single_token_words,
-    summary,
 )
+from tools.bench_serve import busy_shares, closed_loop, milliseconds, open_loop, percentile, summary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,6 +114,7 @@ def test_traces_of_both_formats_are_read_in_order(tmp_path: Path) -> None:
         ("m.jsonl.gz", b"not gzipped"),
         ("m.jsonl.gz", gzip.compress(MOONCAKE.encode())[:-12]),
     ],
+    ids=["columns", "time", "keys", "list", "empty", "bytes", "plain", "cut"],
 )
 def test_what_is_no_trace_is_named(name: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / name
