@@ -54,7 +54,7 @@ from tools.install import say
 from tools.system import Running, SystemFailed, launch_command, running_system
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 QUIET_S = 5.0
 """How long we wait after a run until all actors have published their last figures."""
@@ -263,19 +263,23 @@ def show(row: Sequence[str]) -> None:
     print("".join(f"{text:>{width}}" for text, (_, width) in zip(row, COLUMNS, strict=True)), flush=True)
 
 
-async def bench(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything that was asked for; the report."""
+async def bench(url: str, arrivals: Sequence[Arrival], options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything that was asked for; the runs, and the model. A trace's arrivals, or none."""
     client = Client(url)
     prompts = await get_ready(client)
-    load = os.getloadavg()[0]
     if "ignore_eos" not in client.options:
         say("this door does not know ignore_eos: an answer may end before --output")
     show([name for name, _ in COLUMNS])
     runs: list[dict[str, Any]] = []
-    plans: list[int | None] = [None] if options.trace else options.concurrency
+    plans: list[int | None] = [None] if arrivals else options.concurrency
     for concurrency in plans:
-        requests = planned(prompts, options, concurrency)
-        name = "trace" if options.trace else f"{concurrency} clients"
+        if concurrency is None:
+            scaled = [options.scale(arrival, prompts.overhead) for arrival in arrivals]
+        else:
+            count = options.requests or max(4, 2 * concurrency)
+            scaled = [Arrival(0.0, options.input, options.output)] * count
+        requests = planned(prompts, scaled, f"{options.seed} {concurrency}")
+        name = "trace" if arrivals else f"{concurrency} clients"
         with tqdm(total=len(requests), desc=name, unit="answer", leave=False, disable=None) as bar:
             figures, outcomes = await measured(client, requests, concurrency, options.seconds, bar.update)
         runs.append(figures)
@@ -284,32 +288,17 @@ async def bench(url: str, options: argparse.Namespace) -> dict[str, Any]:
             say(error)
         if len(outcomes) < len(requests):
             say(f"{len(requests) - len(outcomes)} requests were not sent within {options.seconds:g} s")
-        if not options.trace and figures["output_tokens_mean"] < options.output:
+        if not arrivals and figures["output_tokens_mean"] < options.output:
             say(f"answers had {figures['output_tokens_mean']} tokens on average, not {options.output}")
-    return {
-        "machine": {"cpu": machine.cpu(), "cores": machine.cores(), "memory": f"{machine.memory_gib()} GiB"},
-        "load_before": round(load, 2),
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": machine.commit(),
-        "seed": options.seed,
-        "command": options.command_line,
-        "model": client.model,
-        "runs": runs,
-    }
+    return {"model": client.model, "runs": runs}
 
 
-def planned(prompts: Prompts, options: argparse.Namespace, concurrency: int | None) -> list[Request]:
-    """The requests of one run, drawn by the seed; BenchFailed when they cannot be made."""
-    if concurrency is None:
-        scaled = [options.scale(arrival, prompts.overhead) for arrival in read_trace(options.trace)]
-    else:
-        count = options.requests or max(4, 2 * concurrency)
-        scaled = [Arrival(0.0, options.input, options.output)] * count
+def planned(prompts: Prompts, arrivals: Iterable[Arrival], seed: str) -> list[Request]:
+    """The requests of one run, with prompts drawn by the seed; BenchFailed when they cannot be made."""
     found = []
-    for number, arrival in enumerate(scaled[: options.limit]):
-        draw = random.Random(f"{options.seed} {concurrency} {number}")
+    for number, arrival in enumerate(arrivals):
         try:
-            prompt = prompts.make(arrival.input, draw)
+            prompt = prompts.make(arrival.input, random.Random(f"{seed} {number}"))
         except ValueError as error:
             raise BenchFailed(f"--input: {error}") from error
         found.append(Request(arrival.at_s, prompt, arrival.input, arrival.output))
@@ -341,8 +330,22 @@ async def until_signal(work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[st
 
 def run(options: argparse.Namespace) -> int:
     """`serve`: the exit code."""
+    report: dict[str, Any] = {
+        "machine": {"cpu": machine.cpu(), "cores": machine.cores(), "memory": f"{machine.memory_gib()} GiB"},
+        "load_before": round(os.getloadavg()[0], 2),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": machine.commit(),
+        "seed": options.seed,
+        "command": options.command_line,
+    }
+    # What is wrong with files is said before anything is started.
     if options.json and not options.json.absolute().parent.is_dir():
-        say(f"--json {options.json}: there is no such folder")  # not only when all has been measured
+        say(f"--json {options.json}: there is no such folder")
+        return 2
+    try:
+        arrivals = read_trace(options.trace)[: options.limit] if options.trace else []
+    except BenchFailed as error:
+        say(str(error))
         return 2
     try:
         there = (
@@ -352,11 +355,12 @@ def run(options: argparse.Namespace) -> int:
         )
         with there as system:
             try:
-                report = trio.run(until_signal, lambda: bench(system.url, options))
+                found = trio.run(until_signal, lambda: bench(system.url, arrivals, options))
             except BaseExceptionGroup as group:
                 raise _first(group) from None
-            if isinstance(report, int):
-                raise KeyboardInterrupt if report == signal.SIGINT else SystemExit(128 + report)
+            if isinstance(found, int):
+                raise KeyboardInterrupt if found == signal.SIGINT else SystemExit(128 + found)
+            report |= found
     except BenchFailed as error:
         say(str(error))
         return 3

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import random
+import signal
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from tools import bench, figures
+from tools import bench, figures, observe
 from tools.bench_client import Client, Outcome, read_stream
 from tools.bench_load import (
     LEAD,
@@ -252,7 +254,8 @@ def test_bad_usage_is_2(wrong: list[str], capsys: pytest.CaptureFixture[str]) ->
     assert "error:" in capsys.readouterr().err
 
 
-def test_figures_that_have_no_place_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_files_are_looked_at_before_anything_is_started(tmp_path: Path) -> None:
+    assert bench.main(["serve", "--topology", "local", "--trace", str(tmp_path / "absent.csv")]) == 2
     assert (
         bench.main(["serve", "--url", "http://127.0.0.1:9", "--json", str(tmp_path / "no" / "f.json")]) == 2
     )
@@ -331,4 +334,30 @@ def test_a_system_is_started_measured_and_stopped(tmp_path: Path, model_folder: 
         assert 0 < run["utilisation"] <= 1
     assert figures.table(value).count("\n|") == 2 + 2
     assert len(done.stdout.splitlines()) == 3
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_socket()]
+
+
+@pytest.mark.system
+@pytest.mark.model
+def test_an_interrupted_measurement_leaves_nothing_behind(tmp_path: Path, model_folder: Path) -> None:
+    name, value = "ESTAFET_TEST_BENCH", tmp_path.name
+    where = ["--topology", "local", "--", "--run-dir", str(tmp_path / "run")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tools.bench", "serve", "--concurrency", "4", "--output", "500", *where],
+        cwd=ROOT,
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        try:
+            assert running.stdout is not None
+            assert "TTFT" in running.stdout.readline(), "it measures"
+            running.send_signal(signal.SIGINT)
+            _, words = running.communicate(timeout=40)
+        finally:
+            running.kill()
+    assert running.returncode == 130, words
+    assert words.endswith("estafet: stopped\nestafet: interrupted\n")
+    assert not observe.tagged(f"{name}={value}")
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_socket()]
