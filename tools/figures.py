@@ -21,17 +21,20 @@ from tools.install import say
 
 BEGIN = "<!-- figures:begin -->"
 END = "<!-- figures:end -->"
+BUSY = 0.5
+"""With so many processes at work before, figures are not those of the machine."""
 
 
 def table(report: dict[str, Any]) -> str:
     """The Markdown for a report of `tools.bench serve`."""
     machine = report["machine"]
+    busy = ", so other programs took part of these cores" if report["load_before"] > BUSY else ""
     lines = [
         f"`{report['command']}`",
         "",
         f"{report['model']} on {machine['cores']} cores of {machine['cpu']}, {machine['memory']}, "
         f"{report['date']}, commit {report['commit']}, seed {report['seed']}; "
-        f"load average before: {report['load_before']:.1f}.",
+        f"load average before: {report['load_before']:.1f}{busy}.",
         "",
         "| clients | TTFT p50 / p95 / p99, ms | inter-token p50 / p95 / p99, ms | output tokens/s "
         "| all tokens/s | busy | answers | errors |",

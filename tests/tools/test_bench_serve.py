@@ -288,6 +288,8 @@ def test_figures_stand_between_the_marks_and_do_not_pile_up(tmp_path: Path) -> N
     assert text.endswith(f"\n{figures.END}\n\nbelow\n")
     assert "old" not in text
     assert "2 cores of A Processor, 8 GiB, 2026-01-02, commit abc" in text
+    assert "load average before: 0.1.\n" in text
+    assert "load average before: 2.0, so other programs" in figures.table({**REPORT, "load_before": 2.0})
     assert "| 1 | 1,000 / 1,000 / 1,000 | 500 / 500 / 500 | 1.0 | 4.0 | 50 % | 1 | 0 |" in text
     assert figures.main([str(report), str(document)]) == 0
     assert document.read_text() == text
