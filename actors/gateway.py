@@ -13,7 +13,7 @@ import trio
 
 from actors.boot import LAUNCHER, TOKEN_LOG
 from actors.metrics import Exposition, RequestMetrics, SystemCollector, Traffic
-from actors.sessions import Delta, Draining, End, QueueFull
+from actors.sessions import Delta, DeltaToken, Draining, End, QueueFull
 from actors.shell import Actor
 from engine.core import Send
 from engine.detokenizer import StopFilter
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from engine.ids import Incarnation, SequenceKey
     from engine.ledger import Effect
     from engine.messages import Member, Message, ToGateway
+    from engine.sampling import TokenLogprobs
 
 log = structlog.get_logger()
 
@@ -58,7 +59,10 @@ class GatewaySession:
         self._generation = generation
         self._detokenizer = gateway.text.detokenizer()
         self._stops = StopFilter(generation.stop, show=generation.show_stop)
-        self._hidden = frozenset(() if generation.show_stop else generation.stop_tokens)
+        eos = () if generation.ignore_eos else gateway.model.eos_tokens
+        self._hidden = frozenset((*eos, *(() if generation.show_stop else generation.stop_tokens)))
+        self._tells_tokens = generation.token_ids or generation.logprobs is not None
+        self._told: list[DeltaToken] = []
         self._text = ""
         self._end: End | None = None
         self._end_shown = False
@@ -85,7 +89,7 @@ class GatewaySession:
         return self
 
     async def __anext__(self) -> Delta | End:
-        while not self._text:
+        while not (self._text or self._told):
             if self._end_shown:
                 raise StopAsyncIteration
             if self._end is not None:
@@ -94,7 +98,10 @@ class GatewaySession:
             self._news = trio.Event()
             await self._news.wait()
         text, self._text = self._text, ""
-        return Delta(text)
+        if not self._told:
+            return Delta(text)
+        tokens, self._told = tuple(self._told), []
+        return Delta(text, tokens)
 
     def cancel(self, by: str) -> None:
         """Give the request up everywhere at once."""
@@ -121,7 +128,7 @@ class GatewaySession:
             self._strangers = strangers
             log.info("placement_refused", request_id=self.request_id, strangers=strangers)
 
-    def push(self, token: int) -> bool:
+    def push(self, token: int, logprobs: TokenLogprobs | None) -> bool:
         """Take a committed token; True when a stop string was hit."""
         now = trio.current_time()
         if self._tokens == 0:
@@ -140,7 +147,11 @@ class GatewaySession:
         if self._logs_tokens:
             log.debug("token_committed", request_id=self.request_id, number=self._tokens)
         # A stop token comes once, as the last one.
-        text, hit = "" if token in self._hidden else self._detokenizer.push(token), False
+        hidden = token in self._hidden
+        if self._tells_tokens:
+            self._told.append(DeltaToken(token, None if hidden else logprobs))
+            self._news.set()
+        text, hit = "" if hidden else self._detokenizer.push(token), False
         if self._tokens > self._generation.min_tokens:
             text, hit = self._stops.push(text)
         if text:
@@ -217,6 +228,7 @@ class GatewayActor(Actor):
                 generation.sampling,
                 now,
                 min_tokens=generation.min_tokens,
+                logprobs=generation.logprobs,
             )
         except LedgerFull:
             self.metrics.refused("queue_full")
@@ -274,10 +286,10 @@ class GatewayActor(Actor):
         sends: list[Send] = []
         for effect in effects:
             match effect:
-                case Committed(key=key, token=token):
+                case Committed(key=key, token=token, logprobs=logprobs):
                     self._progress = trio.current_time()
                     session = self._sessions.get(key)
-                    if session is not None and session.push(token):
+                    if session is not None and session.push(token, logprobs):
                         del self._sessions[key]
                         session.end("stop", flush=False)
                         sends += [left for left in self.core.finish(key) if isinstance(left, Send)]

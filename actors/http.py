@@ -23,6 +23,7 @@ import msgspec
 import structlog
 import trio
 
+from actors.answers import ChatAnswer
 from actors.http_reply import Client, Receive, Reply, Send, server_error
 from actors.http_server import ServerLimits, serve_app
 from actors.metrics import CONTENT_TYPE
@@ -148,10 +149,17 @@ class HttpDoor:
             raise ApiError(503, message, kind="server_error", code="draining") from None
         except Refused as refusal:
             raise ApiError(503, f"The request was refused{_because(refusal)}.", kind="server_error") from None
-        reply = Reply(session, client, self._sessions.model)
+        answer = ChatAnswer(
+            session.request_id,
+            self._sessions.model,
+            self._sessions.text,
+            generation,
+            include_usage=request.include_usage,
+        )
+        reply = Reply(session, client, answer)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.watch, session)
-            await reply.run(stream=request.stream, include_usage=request.include_usage)
+            await reply.run(stream=request.stream)
             nursery.cancel_scope.cancel()
 
     async def _body(self, scope: Scope, client: Client) -> bytes | None:
@@ -224,6 +232,8 @@ class HttpDoor:
             show_stop=request.show_stop,
             min_tokens=request.min_tokens,
             ignore_eos=request.ignore_eos,
+            logprobs=request.logprobs,
+            token_ids=request.token_ids,
         )
 
 

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 import trio
-from msgspec import UNSET
 
-from actors.openai import (
-    AnswerMessage,
-    Choice,
-    Chunk,
-    ChunkChoice,
-    ChunkDelta,
-    Completion,
-    Error,
-    ErrorBody,
-    Usage,
-)
+from actors.openai import Error, ErrorBody
 from actors.sessions import Delta, End
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
+    from actors.answers import ChatAnswer
     from actors.sessions import Session
-    from engine.model import ModelConfig
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -118,22 +106,19 @@ class Reply:
     gets a real status. When the client is gone the events are still read to their End.
     """
 
-    def __init__(self, session: Session, client: Client, model: ModelConfig) -> None:
+    def __init__(self, session: Session, client: Client, answer: ChatAnswer) -> None:
         self._session = session
         self._client = client
-        self._created = int(time.time())
-        self._id = f"chatcmpl-{session.request_id}"
-        self._model = model.name
-        self._fingerprint = f"fp_{model.weights_id[:16]}"
+        self._answer = answer
         self._headers = ((b"x-request-id", session.request_id.encode()),)
         self._streaming = False
 
-    async def run(self, *, stream: bool, include_usage: bool) -> None:
+    async def run(self, *, stream: bool) -> None:
         """Answer to the end; no session is left open whatever happens."""
         events = self._session.events()
         try:
             if stream:
-                await self._stream(events, include_usage)
+                await self._stream(events)
             else:
                 await self._whole(events)
         except trio.Cancelled:
@@ -149,37 +134,23 @@ class Reply:
                 await events.aclose()
 
     async def _whole(self, events: AsyncIterator[Delta | End]) -> None:
-        texts: list[str] = []
+        deltas: list[Delta] = []
         async for event in events:
             if isinstance(event, Delta):
-                texts.append(event.text)
+                deltas.append(event)
             elif await self._succeeded(event):
-                choice = Choice(AnswerMessage("".join(texts)), event.reason)
-                value = Completion(
-                    self._id, self._created, self._model, self._fingerprint, [choice], _usage(event)
-                )
-                await self._client.send_json(200, value, self._headers)
+                await self._client.send_json(200, self._answer.whole(deltas, event), self._headers)
 
-    async def _stream(self, events: AsyncIterator[Delta | End], include_usage: bool) -> None:
-        usage = None if include_usage else UNSET
-        client = self._client
-
-        def chunk(choices: list[ChunkChoice], usage: Usage | msgspec.UnsetType | None = usage) -> bytes:
-            value = Chunk(self._id, self._created, self._model, self._fingerprint, choices, usage)
-            return b"data: %b\n\n" % _encode(value)
-
-        head = chunk([ChunkChoice(ChunkDelta(role="assistant", content=""))])
+    async def _stream(self, events: AsyncIterator[Delta | End]) -> None:
+        client, answer = self._client, self._answer
+        head = answer.head()
         async for event in events:
             if isinstance(event, Delta):
                 if not client.gone:
-                    data = chunk([ChunkChoice(ChunkDelta(content=event.text))])
-                    await self._send_events(head + data)
+                    await self._send_events(head + answer.delta(event))
                     head = b""
             elif await self._succeeded(event):
-                last = chunk([ChunkChoice(ChunkDelta(), event.reason)])
-                if include_usage:
-                    last += chunk([], _usage(event))
-                await self._send_events(head + last + b"data: [DONE]\n\n", more=False)
+                await self._send_events(head + answer.tail(event) + b"data: [DONE]\n\n", more=False)
 
     async def _send_events(self, data: bytes, *, more: bool = True) -> None:
         if not self._streaming:
@@ -207,7 +178,3 @@ class Reply:
             await self._send_events(b"data: %b\n\n" % _encode(server_error(message)), more=False)
         else:
             await self._client.send_json(status, server_error(message), self._headers)
-
-
-def _usage(end: End) -> Usage:
-    return Usage(end.prompt_tokens, end.completion_tokens, end.prompt_tokens + end.completion_tokens)

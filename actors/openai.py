@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_STOPS = 4
 MAX_STOP_TOKENS = 64
 MAX_BIASES = 300
+MAX_LOGPROBS = 20
 _TOKENS = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _ID = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _BIAS = Annotated[float, Meta(ge=-100, le=100)]
@@ -113,8 +114,6 @@ class Only(NamedTuple):
 
 NEUTRAL = {
     "n": Only((1,), "a request has one choice"),
-    "logprobs": Only((False,), "log probabilities are not returned"),
-    "top_logprobs": Only((0,), "log probabilities are not returned"),
     "response_format": Only(({"type": "text"},), "answers are plain text"),
     "tools": Only(([],), "tools are not supported"),
     "tool_choice": Only(("none",), "tools are not supported"),
@@ -147,6 +146,9 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     frequency_penalty: _PENALTY | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[_ID, _BIAS], Meta(max_length=MAX_BIASES)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
     seed: _SEED | None = None
     stop: _STOP | Annotated[list[_STOP], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[_ID], Meta(max_length=MAX_STOP_TOKENS)] | None = None
@@ -177,6 +179,8 @@ class ChatRequest(msgspec.Struct, frozen=True):
     show_stop: bool
     min_tokens: int
     ignore_eos: bool
+    logprobs: int | None
+    token_ids: bool
     stream: bool
     include_usage: bool
 
@@ -213,6 +217,8 @@ def parse_chat(body: bytes, *, model: str, vocab_size: int) -> ChatRequest:
     _check_neutral(chat)
     if chat.stream_options is not None and not chat.stream:
         raise ApiError(400, "'stream_options' needs 'stream' to be true.", param="stream_options")
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise ApiError(400, "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
     stop = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop or ())
     return ChatRequest(
         messages=[message.for_template() for message in chat.messages],
@@ -225,6 +231,8 @@ def parse_chat(body: bytes, *, model: str, vocab_size: int) -> ChatRequest:
         show_stop=bool(chat.include_stop_str_in_output),
         min_tokens=chat.min_tokens or 0,
         ignore_eos=bool(chat.ignore_eos),
+        logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        token_ids=bool(chat.return_token_ids),
         stream=bool(chat.stream),
         include_usage=chat.stream_options is not None and chat.stream_options.include_usage,
     )
@@ -326,13 +334,39 @@ class AnswerMessage(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One of the likeliest tokens at a place."""
+
+    token: str
+    """Its text, where bytes that are no UTF-8 are U+FFFD."""
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token of the answer, and what else the model found likely there."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Of the tokens of an answer, or of a chunk of it."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
 class Choice(msgspec.Struct, frozen=True):
     """One answer."""
 
     message: AnswerMessage
     finish_reason: str
     index: int = 0
-    logprobs: None = None
+    logprobs: Logprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, tag="chat.completion", tag_field="object"):
@@ -344,6 +378,7 @@ class Completion(msgspec.Struct, frozen=True, tag="chat.completion", tag_field="
     system_fingerprint: str
     choices: list[Choice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChunkDelta(msgspec.Struct, frozen=True):
@@ -359,7 +394,8 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     delta: ChunkDelta
     finish_reason: str | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: Logprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Chunk(msgspec.Struct, frozen=True, tag="chat.completion.chunk", tag_field="object"):
@@ -372,6 +408,8 @@ class Chunk(msgspec.Struct, frozen=True, tag="chat.completion.chunk", tag_field=
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     """Absent unless usage was asked for; then null but in the last chunk."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In the first chunk, when tokens were asked for."""
 
 
 class Model(msgspec.Struct, frozen=True, tag="model", tag_field="object"):

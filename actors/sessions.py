@@ -7,13 +7,13 @@ about terms, placement, recovery and the token log happens behind `Sessions`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from engine.model import ModelConfig
-    from engine.sampling import SamplingParams
+    from engine.sampling import SamplingParams, TokenLogprobs
     from engine.text import TextCodec
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -38,6 +38,18 @@ class Generation:
     """Tokens before which nothing stops; at most max_tokens."""
     ignore_eos: bool = False
     """The model's own stop tokens do not end the text."""
+    logprobs: int | None = None
+    """Tell the logprob of every token and so many of the likeliest ids; None to tell none."""
+    token_ids: bool = False
+    """Tell the tokens, not only their text."""
+
+
+class DeltaToken(NamedTuple):
+    """One generated token, for who asked for tokens or logprobs."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+    """None where none were asked for, and for a stop token that is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,8 @@ class Delta:
     """Text that became certain: whole UTF-8 characters, nothing that may still be a stop string."""
 
     text: str
+    tokens: tuple[DeltaToken, ...] = ()
+    """Tokens that were committed, only when asked for. They may be ahead of the text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class WorkerActor(Actor):
             self._count(plan, now - began)
             if self._logs_steps:
                 log_step(plan, now - began)
-            self._tell(self.core.complete(plan, result.tokens.tolist(), now))
+            self._tell(self.core.complete(plan, result.tokens.tolist(), now, result.logprobs))
 
     def _count(self, plan: Plan, seconds: float) -> None:
         phase = phase_of(plan)
@@ -192,7 +192,14 @@ def rows_of(plan: Plan, vocab_size: int) -> Rows:
         ),
         sampling=tuple(piece.sequence.spec.sampling for piece in plan.slices),
         logs=logs_of(plan),
+        logprobs=logprobs_wanted(plan),
     )
+
+
+def logprobs_wanted(plan: Plan) -> tuple[int | None, ...]:
+    """How many logprobs each sequence asks for; empty when none does."""
+    wanted = tuple(piece.sequence.spec.logprobs for piece in plan.slices)
+    return wanted if any(count is not None for count in wanted) else ()
 
 
 def logs_of(plan: Plan) -> tuple[TokenLog | None, ...]:

@@ -42,7 +42,7 @@ from engine.messages import (
     Stop,
     TermAccepted,
 )
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,6 +72,7 @@ class AdmissionRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sampling: SamplingParams
     arrival: float
     min_tokens: int = 0
+    logprobs: int | None = None
 
 
 class Committed(NamedTuple):
@@ -79,6 +80,7 @@ class Committed(NamedTuple):
 
     key: SequenceKey
     token: int
+    logprobs: TokenLogprobs | None = None
 
 
 class Closed(NamedTuple):
@@ -151,6 +153,7 @@ class Ledger:
         now: float,
         *,
         min_tokens: int = 0,
+        logprobs: int | None = None,
     ) -> tuple[SequenceKey, list[Effect]]:
         """Open the log of a new request and submit it.
 
@@ -162,7 +165,7 @@ class Ledger:
             raise LedgerFull
         self._counter += 1
         key = SequenceKey(pack_request(self.ordinal, self.me.epoch, self._counter), sampling.choice)
-        record = AdmissionRecord(limit, stop_tokens, sampling, now, min_tokens)
+        record = AdmissionRecord(limit, stop_tokens, sampling, now, min_tokens, logprobs)
         slot = self._free_slots[-1]
         self.arena.open(slot, key.request, key.choice, prompt, msgspec.msgpack.encode(record))
         self._free_slots.pop()
@@ -252,6 +255,7 @@ class Ledger:
             record.sampling,
             entry.prompt_length,
             record.min_tokens,
+            record.logprobs,
         )
         return [Send(message.prefill, StartPrefill(entry.term, spec, message.decode))]
 
@@ -286,7 +290,7 @@ class Ledger:
         self.arena.append(entry.slot, row.token)
         self.committed += 1
         entry.faults = 0
-        effects: list[Effect] = [Committed(entry.key, row.token)]
+        effects: list[Effect] = [Committed(entry.key, row.token, row.logprobs)]
         if row.finish is not None:
             entry.holders = set()
             effects += self._end(entry, RequestEvent.FINISHED)

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from engine.ids import Incarnation, SequenceKey
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingParams, TokenLogprobs
 from engine.shapes import PageRef
 
 ActorKind = Literal["launcher", "gateway", "scheduler", "allocator", "worker", "replicator", "health"]
@@ -174,6 +174,8 @@ class SequenceSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of the log from here on were generated, also those that an earlier term had generated."""
     min_tokens: int = 0
     """No stop token is sampled before so many tokens were generated."""
+    logprobs: int | None = None
+    """Tell the logprob of every token, and so many of the likeliest ids; None to tell none."""
 
 
 class StartPrefill(Message, frozen=True):
@@ -238,6 +240,8 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where in the log the token goes: a gateway commits in order and nothing else."""
     token: int
     finish: Finish | None
+    logprobs: TokenLogprobs | None = None
+    """Where the sequence's spec asks for them."""
 
 
 class StepTokens(Message, frozen=True):

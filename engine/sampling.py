@@ -61,4 +61,16 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How likely the model found a token: the log-softmax, in float64, of the logits as they come.
+
+    That is before mask, biases, penalties, temperature and filters, so it says what the model thinks and
+    not how likely it was that the token was drawn.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(id, its logprob) of the most likely ids, by (logprob descending, id ascending)."""
+
+
 GREEDY = SamplingParams()

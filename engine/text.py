@@ -127,6 +127,11 @@ class TextCodec:
         """A fresh fold from tokens to text; control tokens and ids beyond the vocabulary show nothing."""
         return Detokenizer(self._bytes_of, drop_first_space=self._drop_first_space)
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for by itself: its bytes, or the name of a control token."""
+        name = self._tokenizer.id_to_token(token)
+        return name.encode() if name in self._control else self._bytes_of(token)
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of the tokens: what `detokenizer` gives in all."""
         fold = self.detokenizer()

@@ -15,6 +15,7 @@ is doomed and dropped when the step returns.
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from engine.batching import (
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
     from engine.ids import Incarnation, SequenceKey
     from engine.messages import Member, ToWorker
+    from engine.sampling import TokenLogprobs
     from engine.shapes import PageRef
 
 
@@ -165,19 +167,28 @@ class Worker:
         self._running = plan
         return plan, sends
 
-    def complete(self, plan: Plan, tokens: Iterable[int], now: float) -> list[Send]:
-        """Take the step's tokens, one for each slice that samples, in order; −1 is a row at fault."""
+    def complete(
+        self,
+        plan: Plan,
+        tokens: Iterable[int],
+        now: float,
+        logprobs: Iterable[TokenLogprobs | None] = (),
+    ) -> list[Send]:
+        """Take the step's tokens, one for each slice that samples, in order; −1 is a row at fault.
+
+        `logprobs` are empty or as many, for the sequences that ask for them.
+        """
         assert plan is self._running, "not the step that is running"
         self._running = None
         self.steps += 1
-        sampled = iter(tokens)
+        sampled = zip_longest(tokens, logprobs)
         sends: list[Send] = []
         rows: dict[Incarnation, list[TokenRow]] = {}
         released: list[PageRef] = []
         for piece in plan.slices:
             sequence = piece.sequence
             sequence.running = False
-            token = next(sampled) if piece.samples else None
+            token, scored = next(sampled) if piece.samples else (None, None)
             sealed = advance_sequence(piece, self.table, self.limits.page_tokens)
             self.tokens_filled += piece.length
             if sequence.doomed:
@@ -186,7 +197,7 @@ class Worker:
             if sealed:
                 sends.append(Send("replicator", PagesSealed(sequence.key, sequence.term, tuple(sealed))))
             if token is not None:
-                row = self._commit(sequence, token)
+                row = self._commit(sequence, token, scored)
                 if row is None:
                     released += self._drop(sequence)
                     detail = "the model gave no finite logit that is allowed"
@@ -201,7 +212,7 @@ class Worker:
         sends += [Send(gateway, StepTokens(tuple(batch))) for gateway, batch in rows.items()]
         return sends + self._released(released)
 
-    def _commit(self, sequence: Sequence, token: int) -> TokenRow | None:
+    def _commit(self, sequence: Sequence, token: int, scored: TokenLogprobs | None) -> TokenRow | None:
         if token < 0:
             return None
         sequence.log.append(token)
@@ -211,7 +222,7 @@ class Worker:
             finish = "stop"
         elif len(sequence.log) >= sequence.spec.limit:
             finish = "length"
-        return TokenRow(sequence.key, sequence.term, len(sequence.log) - 1, token, finish)
+        return TokenRow(sequence.key, sequence.term, len(sequence.log) - 1, token, finish, scored)
 
     # ── sequences come and go ─────────────────────────────────────────────────────────────────
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.model import ModelConfig
-    from engine.sampling import SamplingParams
+    from engine.sampling import SamplingParams, TokenLogprobs
     from engine.shapes import PageShape
 
 
@@ -56,6 +56,9 @@ class Rows:
     """One a sequence."""
     logs: tuple[TokenLog | None, ...] = ()
     """One a sequence, or empty when none needs its log (`SamplingParams.needs_log`), which is the rule."""
+    logprobs: tuple[int | None, ...] = ()
+    """One a sequence: how many of the likeliest ids to tell with the sampled one's logprob; None for no
+    logprob at all. Empty when no sequence wants any, which is the rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class StepResult:
     """
     logits: NDArray[np.float32] | None = None
     """[L, vocab_size] before any filter, only when asked for."""
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """[L] where `Rows.logprobs` asks for them and there is a token; empty when no sequence does."""
 
 
 class Backend(Protocol):

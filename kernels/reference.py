@@ -14,7 +14,7 @@ import numpy as np
 from engine.model import read_config
 from kernels.backend import StepResult
 from kernels.rows import check_pool, check_rows
-from kernels.sampling import sample_step
+from kernels.sampling import logprobs_step, sample_step
 from kernels.weights import EMBEDDING, FINAL_NORM, Weights
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class ReferenceBackend:
             if rows.needs_logits[row]:
                 logits[wanted.index(row)] = self.weights.head().astype(np.float64) @ hidden
         tokens = sample_step(rows, logits)
-        return StepResult(tokens, logits if return_logits else None)
+        logprobs = logprobs_step(rows, tokens, logits)
+        return StepResult(tokens, logits if return_logits else None, logprobs)
 
     def _row(self, token: int, position: int, table: NDArray[np.int32]) -> Floats:
         """The last hidden state, normalised, of one token."""

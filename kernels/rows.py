@@ -71,6 +71,10 @@ def check_rows(rows: Rows, config: ModelConfig, page_shape: PageShape, pages: in
         raise ValueError("block tables and sampling parameters differ in number")
     if rows.logs and len(rows.logs) != len(rows.sampling):
         raise ValueError("logs and sampling parameters differ in number")
+    if rows.logprobs and len(rows.logprobs) != len(rows.sampling):
+        raise ValueError("logprobs and sampling parameters differ in number")
+    if any(count is not None and count < 0 for count in rows.logprobs):
+        raise ValueError("a negative number of logprobs")
     _check_range("token", rows.token, config.vocab_size)
     _check_range("position", rows.position, config.context_length)
     _check_range("sequence", rows.sequence, len(rows.block_tables))

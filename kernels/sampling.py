@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.sampling import TokenLogprobs
 from kernels.philox import GUMBEL_HIGH, GUMBEL_LOW, gumbel_noise
 
 if TYPE_CHECKING:
@@ -59,6 +60,29 @@ def sample_step(rows: Rows, logits: NDArray[np.float32]) -> NDArray[np.int32]:
         [rows.masks[row] for row in wanted],
         [rows.logs[sequence] for sequence in sequences] if rows.logs else None,
     )
+
+
+def logprobs_step(
+    rows: Rows, tokens: NDArray[np.int32], logits: NDArray[np.float32]
+) -> tuple[TokenLogprobs | None, ...]:
+    """The logprobs that a step was asked for, one for each row that needs logits."""
+    if not rows.logprobs:
+        return ()
+    counts = [rows.logprobs[sequence] for sequence in rows.sequence[rows.needs_logits].tolist()]
+    return tuple(
+        None if count is None or token == NO_TOKEN else logprobs_of(row, token, count)
+        for row, token, count in zip(logits, tokens.tolist(), counts, strict=True)
+    )
+
+
+def logprobs_of(logits: NDArray[np.float32], token: int, count: int) -> TokenLogprobs:
+    """The logprob of a token and of the `count` likeliest ids; logits [vocab_size], all finite."""
+    values = logits.astype(np.float64)
+    # of the logits, which tell apart what logprobs round to equals
+    top = _most_likely(values, min(count, values.size)) if count else np.zeros(0, np.int64)
+    values -= values.max()
+    values -= np.log(np.exp(values).sum())
+    return TokenLogprobs(float(values[token]), tuple(zip(top.tolist(), values[top].tolist(), strict=True)))
 
 
 def sample_rows(

@@ -15,7 +15,7 @@ from engine.model import read_config
 from kernels.attention import BLOCK, QUERY_TILES, PagePool, attend, plan_groups, visible_mask
 from kernels.backend import StepResult
 from kernels.rows import check_pool, check_rows
-from kernels.sampling import sample_step
+from kernels.sampling import logprobs_step, sample_step
 from kernels.tiles import TILE, Linear, TilePlan, fold, padded, read_only_tensor, same_bits
 from kernels.weights import EMBEDDING, FINAL_NORM, Weights
 
@@ -89,7 +89,8 @@ class TorchBackend:
             if len(wanted):
                 logits = self._logits(hidden, wanted)
         tokens = sample_step(rows, logits)
-        return StepResult(tokens, logits if return_logits else None)
+        logprobs = logprobs_step(rows, tokens, logits)
+        return StepResult(tokens, logits if return_logits else None, logprobs)
 
     def _slots(self, rows: Rows, spans: list[Span]) -> Tensor:
         """[R, kv_heads] slots of the rows' keys of layer 0."""

@@ -11,7 +11,7 @@ import trio
 
 from actors.http import serve_http
 from actors.http_server import ServerLimits
-from actors.sessions import Delta, End, Generation
+from actors.sessions import Delta, DeltaToken, End, Generation
 from engine.chat_template import TemplateError
 from engine.model import ModelConfig
 
@@ -47,6 +47,9 @@ class ByteText:
         self.messages: list[dict[str, str]] = []
         """Of the last call."""
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
     def encode_chat(self, messages: list[dict[str, str]], *, now: str | None = None) -> list[int]:
         try:
             trio.lowlevel.current_trio_token()
@@ -74,6 +77,10 @@ class ScriptedSession:
     def say(self, *texts: str) -> None:
         for text in texts:
             self._send.send_nowait(Delta(text))
+
+    def tell(self, text: str, *tokens: DeltaToken) -> None:
+        """Text with tokens, as for who asked for them."""
+        self._send.send_nowait(Delta(text, tokens))
 
     def end(self, reason: str = "stop", error: str | None = None) -> None:
         self._send.send_nowait(End(reason, len(self.generation.prompt), 7, error))

@@ -11,8 +11,8 @@ import trio
 from scripted_sessions import MODEL, ScriptedSessions, body, served
 
 from actors.openai import NEUTRAL
-from actors.sessions import Draining, QueueFull, Refused
-from engine.sampling import SamplingParams
+from actors.sessions import DeltaToken, Draining, QueueFull, Refused
+from engine.sampling import SamplingParams, TokenLogprobs
 
 
 def events(text: str) -> list[object]:
@@ -136,6 +136,57 @@ async def test_sampling_and_stopping_parameters_reach_the_generation() -> None:
         assert (generation.stop_tokens, generation.show_stop) == ((), False)
 
 
+FIRST = DeltaToken(0xC3, TokenLogprobs(-0.5, ((0xC3, -0.5), (65, -2.0))))
+SECOND = DeltaToken(0xBC, TokenLogprobs(-0.25, ()))
+LAST = DeltaToken(0, None)
+LOGPROBS = [
+    {
+        "token": "\ufffd",
+        "logprob": -0.5,
+        "bytes": [0xC3],
+        "top_logprobs": [
+            {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]},
+            {"token": "A", "logprob": -2.0, "bytes": [65]},
+        ],
+    },
+    {"token": "\ufffd", "logprob": -0.25, "bytes": [0xBC], "top_logprobs": []},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wanted", ["logprobs", "token_ids", "both"])
+async def test_logprobs_and_tokens_in_openais_shapes(stream: bool, wanted: str) -> None:
+    scores, ids = wanted != "token_ids", wanted != "logprobs"
+    parameters = {"logprobs": True, "top_logprobs": 2} if scores else {}
+    async with served(ScriptedSessions()) as door, trio.open_nursery() as nursery:
+
+        async def play() -> None:
+            session = await door.sessions.next()
+            assert session.generation.logprobs == (2 if scores else None)
+            assert session.generation.token_ids == ids
+            tokens = [FIRST, SECOND, LAST] if scores else [DeltaToken(t.token, None) for t in (FIRST, SECOND)]
+            session.tell("", tokens[0])
+            session.tell("ü", tokens[1])
+            if scores:
+                session.tell("", tokens[2])
+            session.end()
+
+        nursery.start_soon(play)
+        response = await door.chat(stream=stream, return_token_ids=ids, **parameters)
+    if stream:
+        values = events(response.text)[:-1]
+    else:
+        values = [response.json()]
+        assert values[0]["choices"][0]["message"]["content"] == "ü"
+    choices = [value["choices"][0] for value in values]
+    found = [entry for c in choices for entry in (c["logprobs"] or {"content": []})["content"]]
+    assert found == (LOGPROBS if scores else [])
+    tokens = [token for choice in choices for token in choice.get("token_ids", ())]
+    assert tokens == ([0xC3, 0xBC, 0] if scores and ids else [0xC3, 0xBC] if ids else [])
+    prompts = [value["prompt_token_ids"] for value in values if "prompt_token_ids" in value]
+    assert prompts == ([[1, *b"hi"]] if ids else [])
+
+
 REFUSALS = [
     ({"model": None}, "model", None),
     ({"model": 3}, "model", None),
@@ -194,6 +245,11 @@ REFUSALS = [
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]", None),
     ({"stop_token_ids": [1] * 65}, "stop_token_ids", None),
     ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output", None),
+    ({"logprobs": 1}, "logprobs", None),
+    ({"top_logprobs": 3}, "top_logprobs", None),
+    ({"logprobs": False, "top_logprobs": 0}, "top_logprobs", None),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+    ({"return_token_ids": "yes"}, "return_token_ids", None),
     ({"seed": 2**63}, "seed", None),
     ({"seed": 0.5}, "seed", None),
     ({"stop": ""}, "stop", None),

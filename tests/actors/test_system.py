@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import trio
 
-from actors.sessions import Delta, Generation
+from actors.sessions import Delta, DeltaToken, Generation
 from engine.sampling import GREEDY, SamplingParams
 from engine.testing.models import generate
 from transport.faulty import EdgePlan
@@ -159,6 +159,36 @@ async def test_penalties_are_the_same_fold_wherever_the_log_is(
                 if count == 10 and victim is not None:
                     system.kill_actor(victim)
         assert text == expected
+        await system.settle()
+
+
+async def scored(system: System, victim: str | None) -> tuple[str, list[DeltaToken]]:
+    """Text and tokens of an answer whose worker is killed in the middle."""
+    generation = Generation(system.encode(PROMPT), 30, GREEDY, logprobs=3, token_ids=True)
+    session = system.gateways()[0].open(generation)
+    text, tokens = "", []
+    async for event in session.events():
+        if isinstance(event, Delta):
+            text += event.text
+            tokens += event.tokens
+            if len(tokens) == 10 and victim is not None:
+                system.kill_actor(victim)
+    return text, tokens
+
+
+async def test_logprobs_come_with_every_token_also_behind_a_death(
+    start_system: StartSystem, autojump_clock: MockClock
+) -> None:
+    system = await start_system("local")
+    with trio.fail_after(600):
+        text, tokens = await scored(system, None)
+        assert text == system.expected(PROMPT, max_tokens=30)
+        assert [told.token for told in tokens] == generate(system.folder, system.encode(PROMPT), 30)
+        for told in tokens:
+            assert told.logprobs is not None
+            assert told.logprobs.top[0] == (told.token, told.logprobs.logprob), "greedy takes the likeliest"
+            assert len(told.logprobs.top) == 3
+        assert await scored(system, "decode") == (text, tokens)
         await system.settle()
 
 

@@ -14,6 +14,7 @@ from engine.sampling import SamplingParams
 from kernels.backend import Rows, TokenLog
 from kernels.backends import open_backend
 from kernels.random_model import write_random_model
+from kernels.sampling import logprobs_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +60,8 @@ PENALISED = SamplingParams(presence_penalty=1.0)
         ({"sampling": (SamplingParams(logit_bias=((97, 1.0),)), SamplingParams())}, "token 97 of 97"),
         ({"sampling": (SamplingParams(logit_bias=((1, 101.0),)), SamplingParams())}, "bias of 101"),
         ({"sampling": (SamplingParams(logit_bias=((1, 1.0), (1, 2.0))), SamplingParams())}, "two biases"),
+        ({"logprobs": (1,)}, "logprobs and sampling parameters differ in number"),
+        ({"logprobs": (None, -1)}, "negative number of logprobs"),
         ({"sampling": (PENALISED, SamplingParams())}, "sequence 0: its penalties need its log"),
         ({"sampling": (PENALISED, SamplingParams()), "logs": (None,)}, "differ in number"),
         (
@@ -76,6 +79,20 @@ def test_bad_rows_touch_nothing(pages: Pages, change: dict[str, Any], message: s
     with pytest.raises(ValueError, match=message):
         pages.backend.step(replace(rows, **change))
     assert (pages.pool == POISON).all()
+
+
+def test_logprobs_come_for_the_rows_that_ask(pages: Pages) -> None:
+    rows = pages.rows([Chunk(0, 0, [1, 2, 3], "all"), Chunk(1, 0, [4]), Chunk(2, 0, [5], "none")])
+    plain = pages.backend.step(rows, return_logits=True)
+    assert plain.logprobs == ()
+    result = pages.backend.step(replace(rows, logprobs=(2, None, 0)))
+    assert result.tokens.tolist() == plain.tokens.tolist()
+    assert plain.logits is not None
+    expected = [logprobs_of(plain.logits[row], int(result.tokens[row]), 2) for row in range(3)]
+    assert result.logprobs == (*expected, None)
+    assert all(
+        made.top[0] == (token, made.logprob) for made, token in zip(expected, result.tokens, strict=False)
+    )
 
 
 def test_a_step_without_rows_does_nothing(pages: Pages) -> None:

@@ -16,6 +16,7 @@ from kernels.sampling import (
     NO_TOKEN,
     adjusted,
     forbidding,
+    logprobs_of,
     mask_words,
     sample_row,
     sample_rows,
@@ -76,11 +77,14 @@ def mask_of(allowed: list[bool]) -> np.ndarray:
     return mask
 
 
+TOP_P = [0.053, 0.47, 0.93, 1.0]
+"""No fractions k / n of few equal ids, where the order in which a sum is rounded decides."""
+
 parameters = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 3.0]),
     top_k=st.integers(0, 12),
-    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    top_p=st.sampled_from(TOP_P),
     min_p=st.sampled_from([0.0, 0.03, 0.3, 1.0]),
     seed=st.integers(0, 2**64 - 1),
     choice=st.integers(0, 3),
@@ -118,7 +122,7 @@ def penalised(draw: st.DrawFn) -> tuple[list[float], SamplingParams, list[int], 
     params = SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
         top_k=draw(st.integers(0, 12)),
-        top_p=draw(st.sampled_from([0.5, 1.0])),
+        top_p=draw(st.sampled_from(TOP_P)),
         seed=draw(st.integers(0, 2**64 - 1)),
         presence_penalty=draw(penalty),
         frequency_penalty=draw(penalty),
@@ -154,6 +158,19 @@ def test_penalties_count_what_was_generated_and_repetition_the_prompt_too() -> N
     assert counted.tolist() == [4, 3 - 2 * 0.5 - 0.25, 2, -1]
     repeated = adjusted(logits, 4, SamplingParams(repetition_penalty=2.0), log)
     assert repeated.tolist() == [2, 1.5, 2, -2]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(-90, 90, width=32), min_size=1, max_size=50), st.integers(0, 60), st.data())
+def test_logprobs_are_the_log_softmax(logits: list[float], count: int, data: st.DataObject) -> None:
+    token = data.draw(st.integers(0, len(logits) - 1))
+    made = logprobs_of(np.array(logits, np.float32), token, count)
+    greatest = max(logits)
+    total = greatest + math.log(math.fsum(math.exp(value - greatest) for value in logits))
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:count]
+    assert made.logprob == pytest.approx(logits[token] - total, abs=1e-9)
+    assert [token for token, _ in made.top] == order
+    assert [value for _, value in made.top] == pytest.approx([logits[i] - total for i in order], abs=1e-9)
 
 
 def test_noise_in_range_only_chooses_as_noise_for_all() -> None:
