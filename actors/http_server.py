@@ -8,6 +8,7 @@ closing breaks pending sends at once, and an exception in one connection stays i
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 BACKLOG = 512
+MIN_CONNECTIONS = 16
+RESERVED_DESCRIPTORS = 192
+"""What the rest of the process may need: links to all actors and their reconnections, files, epoll."""
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -38,6 +42,11 @@ _KEEPALIVE = (
 """A client whose host vanished without a word is noticed after a minute, also while nothing is sent."""
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER value that makes close() drop unsent data and reset the connection."""
+
+
+def descriptor_limit() -> int:
+    """Descriptors that this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +118,15 @@ class _Server(TCPServer):
 class _Connections:
     """The open connections, and the wait until there are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self.most = most
         self._open: set[Connection] = set()
         self._changed = trio.Event()
+
+    @property
+    def full(self) -> bool:
+        """There are as many as may be."""
+        return len(self._open) >= self.most
 
     def add(self, connection: Connection) -> None:
         self._open.add(connection)
@@ -144,11 +159,16 @@ async def serve_app(
     config.include_server_header = False
     config.keep_alive_timeout = limits.idle_s
     context = WorkerContext(None)
-    connections = _Connections()
+    connections = _Connections(max(MIN_CONNECTIONS, descriptor_limit() - RESERVED_DESCRIPTORS))
     wrapped = ASGIWrapper(app)
 
     async def handle(stream: trio.SocketStream) -> None:
         connection = Connection(stream, limits.stall_s)
+        if connections.full:
+            # A descriptor that a client takes is one that the actor's own links may need: libzmq aborts.
+            log.warning("http_connection_refused", open=connections.most)
+            connection.abort()
+            return
         connections.add(connection)
         try:
             # It is written for trio's SSLStream and takes any stream of that shape.

@@ -20,6 +20,7 @@ import trio
 from engine.ids import Incarnation
 from engine.messages import RECEIVES, Hello
 from transport.channel import Channel, ChannelFull, ProtocolError, decode_frame
+from transport.frames import MALFORMED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -192,7 +193,7 @@ class PostOffice:
         for body in bodies:
             try:
                 message = self._decoder.decode(body)
-            except msgspec.DecodeError as error:
+            except MALFORMED as error:
                 self.counts["protocol_errors"] += 1
                 log.warning("message_refused", peer=str(peer.incarnation), error=str(error))
                 continue
@@ -206,7 +207,7 @@ class PostOffice:
             return
         try:
             hello = self._decoder.decode(frame.body)
-        except msgspec.DecodeError:
+        except MALFORMED:
             return
         if isinstance(hello, Hello):
             self.connect(incarnation, hello.endpoint)

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import trio
@@ -15,7 +16,6 @@ from engine.errors import StartError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from actors.boot import Boot
     from engine.ids import Incarnation
@@ -54,7 +54,7 @@ class Processes:
             inherited = [record, *boot.segments.values()]
             if boot.listener is not None:
                 inherited.append(boot.listener)
-            with errors.open("ab") as stderr:
+            with _open_errors(errors) as stderr:
                 start = stderr.tell()
                 process = subprocess.Popen(
                     [sys.executable, "-m", "actors.run"],
@@ -101,9 +101,20 @@ class Processes:
 
 
 def _last_line(path: Path, start: int) -> str:
-    """The last line that was written to a file from an offset on."""
-    with path.open("rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(start, size - SAID_BYTES))
-        lines = stream.read().decode(errors="replace").strip().splitlines()
+    """The last line that was written to a file from an offset on; none when the file is gone."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(start, size - SAID_BYTES))
+            lines = stream.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
     return lines[-1] if lines else ""
+
+
+def _open_errors(path: Path) -> BinaryIO:
+    """Where a child's stderr goes; nowhere when the folder is gone: that is no reason not to start it."""
+    try:
+        return path.open("ab")
+    except OSError:
+        return Path(os.devnull).open("ab")

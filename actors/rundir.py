@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KEEP = 10
+JANITOR_S = 2.0
 SOCKETS = "s"
 READY = "ready.json"
 LOCK = "lock"
@@ -94,12 +96,26 @@ class RunDir:
     def close(self) -> None:
         """The launch is over: leave the logs only."""
         assert self._janitor.stdin is not None
+        for name in PASSING:
+            remove(self.path / name)
         self._janitor.stdin.close()
-        self._janitor.wait()
-        if not any((self.path / LOGS).iterdir()):
-            # It ended before it had begun: there is nothing to read.
-            shutil.rmtree(self.path, ignore_errors=True)
+        try:
+            self._janitor.wait(JANITOR_S)
+        except subprocess.TimeoutExpired:
+            self._janitor.kill()
+            self._janitor.wait()
+        with suppress(OSError):
+            if not any((self.path / LOGS).iterdir()):
+                # It ended before it had begun: there is nothing to read.
+                shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all in it, if it is there and can be removed."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def sweep(base: Path) -> int:
@@ -110,8 +126,7 @@ def sweep(base: Path) -> int:
             continue
         stale.append(path)
         for name in PASSING:
-            shutil.rmtree(path / name, ignore_errors=True)
-            (path / name).unlink(missing_ok=True)
+            remove(path / name)
     stale.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for path in stale[KEEP:]:
         shutil.rmtree(path, ignore_errors=True)

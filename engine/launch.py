@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import argparse
 import errno
 import json
+import resource
 import socket
 import time
 import traceback
@@ -60,6 +61,9 @@ if TYPE_CHECKING:
     from engine.topology import Actor
 
 TOPOLOGIES = Path(__file__).parent / "topologies"
+
+LEAST_DESCRIPTORS = 256
+"""Without so many a door has no room for clients beside what its process needs itself."""
 
 EXAMPLES = """\
 examples:
@@ -219,7 +223,8 @@ async def supervise(launch: Launch, started: float, ready_fd: int | None, signal
     def ready() -> None:
         facts = {"url": launch.url(), "run_dir": str(launch.run_dir), "pid": os.getpid()}
         line = json.dumps(facts) + "\n"
-        (launch.run_dir / READY).write_text(line)
+        with suppress(OSError):  # it is for people who look; the system serves without it
+            (launch.run_dir / READY).write_text(line)
         if ready_fd is not None:
             with suppress(BrokenPipeError):  # whoever asked may have lost interest
                 os.write(ready_fd, line.encode())
@@ -256,6 +261,7 @@ async def supervise(launch: Launch, started: float, ready_fd: int | None, signal
 def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
     """Check, make, run, clean up."""
     started = time.monotonic()
+    raise_descriptor_limit()
     check_descriptor(arguments.ready_fd)
     topology = read_topology(arguments.topology, arguments.settings)
     check_model(topology)
@@ -284,6 +290,16 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
     say("stopped")
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its actors have as many descriptors as the system allows; StartError if few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    if soft < LEAST_DESCRIPTORS:
+        raise StartError(f"{soft} open files are allowed; `ulimit -n {LEAST_DESCRIPTORS}` or more is needed")
 
 
 def check_descriptor(number: int | None) -> None:

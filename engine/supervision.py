@@ -94,6 +94,8 @@ class Child:
     endpoint: str = ""
     born: float = 0.0
     failures: int = 0
+    killed: bool = False
+    """It was told to be killed for not getting ready."""
     spawn_at: float | None = 0.0
     drained: bool = False
 
@@ -238,6 +240,14 @@ class Supervisor:
             late = [c.actor.name for c in self._children.values() if c.state is not ProcessState.READY]
             limit = f"launch.start_s = {self._launch.start_s:g} s"
             commands += self._give_up(3, f"not ready after {limit}: {', '.join(late)}", now)
+        if self.phase is Phase.RUNNING:
+            # Nobody else can see one that hangs before it has said where it can be reached.
+            for child in self._children.values():
+                due = self._ready_by(child)
+                if due is not None and due <= now:
+                    child.killed = True
+                    reason = f"it was not ready after launch.start_s = {self._launch.start_s:g} s"
+                    commands.append(KillProcess(child.incarnation, reason))
         if self.phase is Phase.DRAINING and self._stop_at is not None and now >= self._stop_at:
             commands += self._stop(now)
         if self.phase is Phase.STOPPING and self._kill_at is not None and now >= self._kill_at:
@@ -270,10 +280,16 @@ class Supervisor:
         times = [child.spawn_at for child in self._children.values()]
         if self.phase not in (Phase.STARTING, Phase.RUNNING):
             times = []
+        if self.phase is Phase.RUNNING:
+            times += map(self._ready_by, self._children.values())
         times += [self._stop_at if self.phase is Phase.DRAINING else None]
         times += [self._kill_at if self.phase is Phase.STOPPING else None]
         times += [self._start_by if self.phase is Phase.STARTING else None]
         return min((time for time in times if time is not None), default=None)
+
+    def _ready_by(self, child: Child) -> float | None:
+        waits = child.running and child.state is not ProcessState.READY and not child.killed
+        return child.born + self._launch.start_s if waits else None
 
     # ── decisions ─────────────────────────────────────────────────────────────────────────────
 
@@ -281,6 +297,7 @@ class Supervisor:
         child.epoch = self._next_epoch(child.actor.ordinal)
         child.state = ProcessState.STARTING
         child.born = now
+        child.killed = False
         child.spawn_at = None
         child.endpoint = ""
         return Spawn(child.actor, child.incarnation)

@@ -16,6 +16,7 @@ user-defined tokens, such as marks of reasoning, which a caller may well write.)
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -169,9 +170,8 @@ class TextCodec:
         for end in {len(text), len(text.rstrip())}:  # templates trim contents
             nearest = range(max(0, end - self._longest + 1), end)
             starts.update(start for start in nearest if text[start:end] in self._beginnings)
-        for start in sorted(starts, reverse=True):
-            text = text[: start + 1] + guard + text[start + 1 :]
-        return text
+        cuts = [0, *(start + 1 for start in sorted(starts)), len(text)]
+        return guard.join(text[begin:end] for begin, end in pairwise(cuts))
 
     def _bytes_of(self, token: int) -> bytes:
         data = self._bytes.get(token)

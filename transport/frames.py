@@ -10,6 +10,9 @@ from transport.errors import ProtocolError
 
 PROTOCOL_VERSION = 1
 
+MALFORMED = (msgspec.DecodeError, RecursionError)
+"""What decoding raises for bytes that are nothing, or nested thousands deep."""
+
 NO_BODY = msgspec.Raw(b"\xc0")
 """The body of a pure acknowledgement: MessagePack's nil."""
 
@@ -48,7 +51,7 @@ def decode_frame(message: bytes) -> Frame:
     """Read a frame; a ProtocolError says what the peer did wrong, another version above all."""
     try:
         frame = _decoder.decode(message)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         _refuse_other_version(message)
         raise ProtocolError(f"a message of {len(message)} bytes is not a frame: {error}") from None
     if frame.version != PROTOCOL_VERSION:
@@ -59,7 +62,7 @@ def decode_frame(message: bytes) -> Frame:
 def _refuse_other_version(message: bytes) -> None:
     try:
         version = _version_decoder.decode(message).version
-    except msgspec.DecodeError:
+    except MALFORMED:
         return
     if version != PROTOCOL_VERSION:
         raise ProtocolError(f"the peer speaks protocol version {version}, this is {PROTOCOL_VERSION}")

@@ -175,6 +175,21 @@ def test_not_ready_in_time_names_who_is_late() -> None:
     assert only(Over, commands) == [Over(3, "not ready after launch.start_s = 5 s: w")]
 
 
+def test_one_that_hangs_before_its_hello_is_killed_and_started_again() -> None:
+    """Nobody else can see it: the health monitor watches only those who have said where they are."""
+    house = running(LaunchTable(start_s=5))
+    house.exit("w")
+    assert [spawn.incarnation for spawn in only(Spawn, house.tick(1.0))] == [Incarnation("w", 2)]
+    assert house.core.deadline() == house.now + 5
+    assert house.tick(4.9) == []
+    [kill] = only(KillProcess, house.tick(0.2))
+    assert kill.incarnation == Incarnation("w", 2)
+    assert "launch.start_s = 5" in kill.reason
+    assert house.tick(10.0) == [], "it is killed once"
+    house.exit("w")
+    assert [spawn.incarnation for spawn in only(Spawn, house.tick(1.0))] == [Incarnation("w", 3)]
+
+
 def test_a_signal_while_starting_stops_with_success() -> None:
     house = House()
     house.tick()
