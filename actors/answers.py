@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -16,6 +16,8 @@ from actors.openai import (
     ChunkDelta,
     Completion,
     Logprobs,
+    TextChoice,
+    TextCompletion,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -33,8 +35,28 @@ if TYPE_CHECKING:
 _encode = msgspec.json.Encoder().encode
 
 
+class Answer(Protocol):
+    """What a reply needs: the body of a whole response, or the events of a streamed one."""
+
+    def whole(self, deltas: Sequence[Delta], end: End) -> msgspec.Struct:
+        """The body of a response that does not stream."""
+        ...
+
+    def head(self) -> bytes:
+        """The event before the first delta, if any."""
+        ...
+
+    def delta(self, delta: Delta) -> bytes:
+        """The event of one delta."""
+        ...
+
+    def tail(self, end: End) -> bytes:
+        """The events behind the last delta."""
+        ...
+
+
 class ChatAnswer:
-    """The answer to one chat request, whole or as server-sent events."""
+    """The answer to one chat request."""
 
     def __init__(
         self,
@@ -61,7 +83,7 @@ class ChatAnswer:
             AnswerMessage("".join(delta.text for delta in deltas)),
             end.reason,
             logprobs=self._logprobs(tokens),
-            token_ids=self._token_ids(tokens),
+            token_ids=_token_ids(self._generation, tokens),
         )
         return Completion(
             self._id,
@@ -70,20 +92,20 @@ class ChatAnswer:
             self._fingerprint,
             [choice],
             _usage(end),
-            self._prompt_ids(),
+            _prompt_ids(self._generation),
         )
 
     def head(self) -> bytes:
         """The event before the first delta."""
         choice = ChunkChoice(ChunkDelta(role="assistant", content=""))
-        return self._event([choice], self._no_usage, self._prompt_ids())
+        return self._event([choice], self._no_usage, _prompt_ids(self._generation))
 
     def delta(self, delta: Delta) -> bytes:
         """The event of one delta."""
         added = ChunkDelta(content=delta.text)
         if not delta.tokens:
             return self._event([ChunkChoice(added)], self._no_usage)
-        logprobs, token_ids = self._logprobs(delta.tokens), self._token_ids(delta.tokens)
+        logprobs, token_ids = self._logprobs(delta.tokens), _token_ids(self._generation, delta.tokens)
         return self._event([ChunkChoice(added, logprobs=logprobs, token_ids=token_ids)], self._no_usage)
 
     def tail(self, end: End) -> bytes:
@@ -100,12 +122,6 @@ class ChatAnswer:
         value = Chunk(self._id, self._created, self._model, self._fingerprint, choices, usage, prompt_ids)
         return b"data: %b\n\n" % _encode(value)
 
-    def _prompt_ids(self) -> list[int] | UnsetType:
-        return list(self._generation.prompt) if self._generation.token_ids else UNSET
-
-    def _token_ids(self, tokens: Iterable[DeltaToken]) -> list[int] | UnsetType:
-        return [token.token for token in tokens] if self._generation.token_ids else UNSET
-
     def _logprobs(self, tokens: Iterable[DeltaToken]) -> Logprobs | None:
         if self._generation.logprobs is None:
             return None
@@ -119,6 +135,68 @@ class ChatAnswer:
             others = self._text.token_bytes(other)
             top.append(TopLogprob(_shown(others), logprob, list(others)))
         return TokenLogprob(_shown(data), token.logprobs.logprob, list(data), top)
+
+
+class TextAnswer:
+    """The answer to one completion request."""
+
+    def __init__(
+        self,
+        request_id: str,
+        model: ModelConfig,
+        generation: Generation,
+        *,
+        echo: str,
+        include_usage: bool,
+    ) -> None:
+        """`echo`: the prompt's text where it is to be repeated."""
+        self._created = int(time.time())
+        self._id = f"cmpl-{request_id}"
+        self._model = model.name
+        self._fingerprint = f"fp_{model.weights_id[:16]}"
+        self._generation = generation
+        self._echo = echo
+        self._include_usage = include_usage
+
+    def whole(self, deltas: Sequence[Delta], end: End) -> TextCompletion:
+        """The body of a response that does not stream."""
+        choice = TextChoice(
+            self._echo + "".join(delta.text for delta in deltas),
+            end.reason,
+            token_ids=_token_ids(self._generation, [token for delta in deltas for token in delta.tokens]),
+            prompt_token_ids=_prompt_ids(self._generation),
+        )
+        return self._completion([choice], _usage(end))
+
+    def head(self) -> bytes:
+        """The prompt's event, when it is to be repeated or its tokens are asked for."""
+        if not (self._echo or self._generation.token_ids):
+            return b""
+        return self._event([TextChoice(self._echo, prompt_token_ids=_prompt_ids(self._generation))])
+
+    def delta(self, delta: Delta) -> bytes:
+        """The event of one delta."""
+        return self._event([TextChoice(delta.text, token_ids=_token_ids(self._generation, delta.tokens))])
+
+    def tail(self, end: End) -> bytes:
+        """The events behind the last delta."""
+        last = self._event([TextChoice("", end.reason)])
+        return last + self._event([], _usage(end)) if self._include_usage else last
+
+    def _event(self, choices: list[TextChoice], usage: Usage | None = None) -> bytes:
+        value = self._completion(choices, usage if self._include_usage else UNSET)
+        return b"data: %b\n\n" % _encode(value)
+
+    def _completion(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> TextCompletion:
+        return TextCompletion(self._id, self._created, self._model, self._fingerprint, choices, usage)
+
+
+def _prompt_ids(generation: Generation) -> list[int] | UnsetType:
+    return list(generation.prompt) if generation.token_ids else UNSET
+
+
+def _token_ids(generation: Generation, tokens: Iterable[DeltaToken]) -> list[int] | UnsetType:
+    return [token.token for token in tokens] if generation.token_ids else UNSET
 
 
 def _shown(data: bytes) -> str:

@@ -15,7 +15,7 @@ from actors.sessions import Delta, End
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
-    from actors.answers import ChatAnswer
+    from actors.answers import Answer
     from actors.sessions import Session
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -100,17 +100,18 @@ def server_error(message: str) -> ErrorBody:
 
 
 class Reply:
-    """The response to one chat request.
+    """The response to one request that generates.
 
     Nothing is sent before the first event, so that a request which fails before its first token
     gets a real status. When the client is gone the events are still read to their End.
     """
 
-    def __init__(self, session: Session, client: Client, answer: ChatAnswer) -> None:
+    def __init__(self, session: Session, client: Client, answer: Answer, name: str) -> None:
+        """`name`: what the client knows the request by."""
         self._session = session
         self._client = client
         self._answer = answer
-        self._headers = ((b"x-request-id", session.request_id.encode()),)
+        self._headers = ((b"x-request-id", name.encode()),)
         self._streaming = False
 
     async def run(self, *, stream: bool) -> None:

@@ -1,15 +1,15 @@
-"""The OpenAI chat wire format: what a request may say, and what responses look like.
+"""The OpenAI wire format, chat and completions: what a request may say, and what responses look like.
 
 Requests are decoded with exact types and closed fields, so that a parameter which would have no
 effect is refused by name instead of being ignored; standard ones that many clients always send pass
 at the values that mean nothing (`NEUTRAL`). Source of the format: OpenAI's API reference,
-"Chat completions".
+"Chat completions" and "Completions"; of /tokenize and /detokenize: vLLM's server.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -23,12 +23,16 @@ MAX_STOPS = 4
 MAX_STOP_TOKENS = 64
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion that does not say."""
 _TOKENS = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _ID = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _BIAS = Annotated[float, Meta(ge=-100, le=100)]
 _PENALTY = Annotated[float, Meta(ge=-2, le=2)]
 _SEED = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _STOP = Annotated[str, Meta(min_length=1)]
+MAX_NAME = 128
+_NAME = Annotated[str, Meta(max_length=MAX_NAME, pattern=r"^[\x21-\x7e]+$")]
 _NOTHING = Annotated[list[Any], Meta(max_length=0)] | None
 
 
@@ -99,6 +103,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+_MESSAGES = Annotated[list[Message], Meta(min_length=1)]
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to stream."""
 
@@ -129,14 +136,23 @@ NEUTRAL = {
 }
 """Standard parameters that many clients always send: accepted at these values, refused at all others."""
 
+NEUTRAL_TEXT = {
+    "n": NEUTRAL["n"],
+    "best_of": Only((1,), "a request has one choice"),
+    "suffix": Only(("",), "nothing can be inserted before a text"),
+    "logprobs": Only((), "ask /v1/chat/completions for log probabilities"),
+    "store": NEUTRAL["store"],
+    "service_tier": NEUTRAL["service_tier"],
+    "response_format": NEUTRAL["response_format"],
+}
+"""The same for /v1/completions."""
+
 
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A request body as sent, without the parameters that may only be neutral."""
+    """What all request bodies may say, without the parameters that may only be neutral."""
 
     model: str
-    messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: _TOKENS | None = None
-    max_completion_tokens: _TOKENS | None = None
     min_tokens: _ID | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -146,9 +162,8 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     frequency_penalty: _PENALTY | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[_ID, _BIAS], Meta(max_length=MAX_BIASES)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
+    request_id: _NAME | None = None
     seed: _SEED | None = None
     stop: _STOP | Annotated[list[_STOP], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[_ID], Meta(max_length=MAX_STOP_TOKENS)] | None = None
@@ -162,14 +177,73 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     metadata: dict[str, Any] | None = None
 
 
-class ChatRequest(msgspec.Struct, frozen=True):
-    """A chat request that is right as far as it can be known without the tokeniser."""
+class _Chat(_Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of a chat request as sent."""
+
+    messages: _MESSAGES
+    max_completion_tokens: _TOKENS | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Text(_Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of a completion request as sent."""
+
+    prompt: str | Annotated[list[_ID], Meta(min_length=1)]
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class _Tokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of a /tokenize request: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: _MESSAGES | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of a /detokenize request."""
+
+    model: str | None = None
+    tokens: list[_ID]
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """A prompt that a chat template makes."""
 
     messages: list[dict[str, object]]
     """Each with a role, a content and perhaps a name, all strings."""
+    variables: dict[str, object]
+    """Of the client, for the template."""
     chars: int
-    """In all the contents together."""
+    """In all of it together, or more."""
+
+
+class RawPrompt(msgspec.Struct, frozen=True):
+    """A prompt that is taken as it is."""
+
+    text: str | tuple[int, ...]
+    bos: bool
+    """Whether a text gets the model's first token, where the model wants one."""
+
+    @property
+    def chars(self) -> int:
+        """How long it is."""
+        return len(self.text)
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says beside its prompt: right as far as it can be known without the tokeniser."""
+
+    name: str | None
+    """The client's own id of the request."""
     max_tokens: int | None
+    """None: as many as the context has left, up to `default_max_tokens`."""
+    default_max_tokens: int | None
     sampling: SamplingParams
     """But for the seed."""
     seed: int | None
@@ -183,58 +257,171 @@ class ChatRequest(msgspec.Struct, frozen=True):
     token_ids: bool
     stream: bool
     include_usage: bool
+    echo: bool = False
 
 
-_ChatBody = msgspec.defstruct(
-    "_ChatBody",
-    [(name, Any, None) for name in NEUTRAL],
-    bases=(_Body,),
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
+_Sent = TypeVar("_Sent")
+
+
+def _decoder(body: type[_Sent], neutral: dict[str, Only]) -> Callable[[bytes], _Sent]:
+    """A decoder of request bodies that may have the neutral parameters too, at any value."""
+    whole = msgspec.defstruct(
+        f"{body.__name__}Body",
+        [(name, Any, None) for name in neutral],
+        bases=(body,),
+        frozen=True,
+        forbid_unknown_fields=True,
+        kw_only=True,
+    )
+    return cast("Callable[[bytes], _Sent]", msgspec.json.Decoder(whole).decode)
+
+
+_decode_chat = _decoder(_Chat, NEUTRAL)
+_decode_text = _decoder(_Text, NEUTRAL_TEXT)
+_decode_tokenize = msgspec.json.Decoder(_Tokenize).decode
+_decode_detokenize = msgspec.json.Decoder(_Detokenize).decode
+_TEMPLATE_OWN = frozenset(
+    {"self", "messages", "now", "bos_token", "eos_token", "strftime_now", "raise_exception"}
 )
-_decode_body = cast("Callable[[bytes], _Body]", msgspec.json.Decoder(_ChatBody).decode)
+"""Variables of a chat template that are not the client's."""
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
 
 
-def parse_chat(body: bytes, *, model: str, vocab_size: int) -> ChatRequest:
+def parse_chat(body: bytes, *, model: str, vocab_size: int) -> tuple[Conversation, Wishes]:
     """Decode and check a chat request for the one served model; an ApiError names what is wrong."""
+    chat = _decode(_decode_chat, body)
+    _check_model(chat.model, model)
+    _check_neutral(chat, NEUTRAL)
+    old, new = chat.max_tokens, chat.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise ApiError(
+            400,
+            f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) mean the same here and differ.",
+            param="max_tokens",
+        )
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise ApiError(400, "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+    logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
+    wishes = _wishes(chat, vocab_size, max_tokens=new if old is None else old, logprobs=logprobs)
+    return _conversation(chat.messages, chat.chat_template_kwargs, len(body)), wishes
+
+
+def parse_text(body: bytes, *, model: str, vocab_size: int) -> tuple[RawPrompt, Wishes]:
+    """Decode and check a completion request; an ApiError names what is wrong."""
+    text = _decode(_decode_text, body)
+    _check_model(text.model, model)
+    _check_neutral(text, NEUTRAL_TEXT)
+    if not isinstance(text.prompt, str):
+        _check_ids("prompt", text.prompt, vocab_size)
+    wishes = _wishes(
+        text,
+        vocab_size,
+        max_tokens=text.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        echo=bool(text.echo),
+    )
+    prompt = text.prompt if isinstance(text.prompt, str) else tuple(text.prompt)
+    return RawPrompt(prompt, bos=text.add_special_tokens is not False), wishes
+
+
+def parse_tokenize(body: bytes, *, model: str) -> Conversation | RawPrompt:
+    """Decode and check a /tokenize request; an ApiError names what is wrong."""
+    asked = _decode(_decode_tokenize, body)
+    _check_model(asked.model or model, model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "Either 'prompt' or 'messages' is to be tokenised.", param="prompt")
+    if asked.messages is not None:
+        if asked.add_special_tokens is not None:
+            raise ApiError(400, "'add_special_tokens' needs a 'prompt'.", param="add_special_tokens")
+        return _conversation(asked.messages, asked.chat_template_kwargs, len(body))
+    if asked.chat_template_kwargs:
+        raise ApiError(400, "'chat_template_kwargs' needs 'messages'.", param="chat_template_kwargs")
+    return RawPrompt(asked.prompt or "", bos=asked.add_special_tokens is not False)
+
+
+def parse_detokenize(body: bytes, *, model: str, vocab_size: int) -> list[int]:
+    """The tokens of a /detokenize request; an ApiError names what is wrong."""
+    asked = _decode(_decode_detokenize, body)
+    _check_model(asked.model or model, model)
+    _check_ids("tokens", asked.tokens, vocab_size)
+    return asked.tokens
+
+
+def check_name(name: str) -> str:
+    """The client's own id of a request from its header, where it can be one; an ApiError otherwise."""
     try:
-        chat = _decode_body(body)
+        return msgspec.convert(name, _NAME)
+    except msgspec.ValidationError:
+        raise ApiError(
+            400,
+            f"The header 'X-Request-Id' must be up to {MAX_NAME} visible ASCII characters.",
+            param="X-Request-Id",
+        ) from None
+
+
+def _decode(decode: Callable[[bytes], _Sent], body: bytes) -> _Sent:
+    try:
+        return decode(body)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
     except (msgspec.DecodeError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"The body is not a JSON object that could be read: {what}.") from None
-    if chat.model != model:
+
+
+def _check_model(asked: str, served: str) -> None:
+    if asked != served:
         raise ApiError(
             404,
-            f"The model {chat.model[:200]!r} does not exist; {model!r} is served here.",
+            f"The model {asked[:200]!r} does not exist; {served!r} is served here.",
             param="model",
             code="model_not_found",
         )
-    _check_neutral(chat)
-    if chat.stream_options is not None and not chat.stream:
+
+
+def _conversation(messages: list[Message], variables: dict[str, Any] | None, size: int) -> Conversation:
+    variables = variables or {}
+    if own := _TEMPLATE_OWN & variables.keys():
+        name = min(own)
+        raise ApiError(
+            400,
+            f"'chat_template_kwargs.{name}' is not the client's to set.",
+            param=f"chat_template_kwargs.{name}",
+        )
+    # Variables are shorter than what brought them.
+    chars = sum(len(message.text()) for message in messages) + (size if variables else 0)
+    return Conversation([message.for_template() for message in messages], variables, chars)
+
+
+def _wishes(
+    body: _Body,
+    vocab_size: int,
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None = None,
+    logprobs: int | None = None,
+    echo: bool = False,
+) -> Wishes:
+    """What is the same in all requests that generate."""
+    if body.stream_options is not None and not body.stream:
         raise ApiError(400, "'stream_options' needs 'stream' to be true.", param="stream_options")
-    if chat.top_logprobs is not None and not chat.logprobs:
-        raise ApiError(400, "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
-    stop = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop or ())
-    return ChatRequest(
-        messages=[message.for_template() for message in chat.messages],
-        chars=sum(len(message.text()) for message in chat.messages),
-        max_tokens=_max_tokens(chat),
-        sampling=_sampling(chat, vocab_size),
-        seed=None if chat.seed is None else chat.seed & (2**64 - 1),
-        stop=stop,
-        stop_tokens=_stop_tokens(chat, vocab_size),
-        show_stop=bool(chat.include_stop_str_in_output),
-        min_tokens=chat.min_tokens or 0,
-        ignore_eos=bool(chat.ignore_eos),
-        logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
-        token_ids=bool(chat.return_token_ids),
-        stream=bool(chat.stream),
-        include_usage=chat.stream_options is not None and chat.stream_options.include_usage,
+    return Wishes(
+        name=body.request_id,
+        max_tokens=max_tokens,
+        default_max_tokens=default_max_tokens,
+        sampling=_sampling(body, vocab_size),
+        seed=None if body.seed is None else body.seed & (2**64 - 1),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop_tokens=_stop_tokens(body, vocab_size),
+        show_stop=bool(body.include_stop_str_in_output),
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        token_ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        echo=echo,
     )
 
 
@@ -267,12 +454,12 @@ def _check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
             )
 
 
-def _check_neutral(body: _Body) -> None:
+def _check_neutral(body: _Body, neutral: dict[str, Only]) -> None:
     """Refuse a standard parameter at a value that asks for what there is not."""
-    for name, only in NEUTRAL.items():
+    for name, only in neutral.items():
         value = getattr(body, name)
-        if value is not None and not any(_same(value, neutral) for neutral in only.values):
-            allowed = " or ".join(msgspec.json.encode(neutral).decode() for neutral in (*only.values, None))
+        if value is not None and not any(_same(value, other) for other in only.values):
+            allowed = " or ".join(msgspec.json.encode(other).decode() for other in (*only.values, None))
             raise ApiError(
                 400,
                 f"{name!r} can only be {allowed}: {only.because}.",
@@ -284,17 +471,6 @@ def _check_neutral(body: _Body) -> None:
 def _same(value: object, neutral: object) -> bool:
     """Equal as JSON, where true is not 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _max_tokens(chat: _Body) -> int | None:
-    old, new = chat.max_tokens, chat.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        raise ApiError(
-            400,
-            f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) mean the same here and differ.",
-            param="max_tokens",
-        )
-    return new if old is None else old
 
 
 def _invalid(error: msgspec.ValidationError) -> ApiError:
@@ -314,7 +490,7 @@ def _invalid(error: msgspec.ValidationError) -> ApiError:
     # The values of a map have no better path than [...].
     param = path.removesuffix("[...]")[:200]
     if not param:
-        return ApiError(400, f"The body is not a chat request: {what}.")
+        return ApiError(400, f"The body is not such a request: {what}.")
     return ApiError(400, f"{param!r} is not valid: {what}.", param=param, code=code)
 
 
@@ -410,6 +586,42 @@ class Chunk(msgspec.Struct, frozen=True, tag="chat.completion.chunk", tag_field=
     """Absent unless usage was asked for; then null but in the last chunk."""
     prompt_token_ids: list[int] | UnsetType = UNSET
     """In the first chunk, when tokens were asked for."""
+
+
+class TextChoice(msgspec.Struct, frozen=True):
+    """The one text of a completion, or a piece of it."""
+
+    text: str
+    finish_reason: str | None = None
+    index: int = 0
+    logprobs: None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class TextCompletion(msgspec.Struct, frozen=True, tag="text_completion", tag_field="object"):
+    """The response to a completion request, or one event of it when it streams."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """What a prompt is to the model."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """The text of tokens."""
+
+    prompt: str
 
 
 class Model(msgspec.Struct, frozen=True, tag="model", tag_field="object"):

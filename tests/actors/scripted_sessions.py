@@ -16,7 +16,7 @@ from engine.chat_template import TemplateError
 from engine.model import ModelConfig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
 MODEL = ModelConfig(
     name="Scripted-1M",
@@ -45,18 +45,29 @@ class ByteText:
         self.threads: list[bool] = []
         """For each call: whether it ran outside the event loop's thread."""
         self.messages: list[dict[str, str]] = []
+        self.variables: dict[str, object] = {}
         """Of the last call."""
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token])
 
-    def encode_chat(self, messages: list[dict[str, str]], *, now: str | None = None) -> list[int]:
+    def encode(self, text: str, *, special: bool, bos: bool = True) -> list[int]:
+        assert special
+        return [*((2,) if bos else ()), *text.encode()]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+    def encode_chat(
+        self, messages: list[dict[str, str]], *, now: str | None = None, **variables: object
+    ) -> list[int]:
         try:
             trio.lowlevel.current_trio_token()
             self.threads.append(False)
         except RuntimeError:
             self.threads.append(True)
         self.messages = messages
+        self.variables = variables
         if messages[0]["role"] == "assistant":
             raise TemplateError("the first message must not be the assistant's")
         return [token for message in messages for token in (1, *message["content"].encode())]

@@ -250,6 +250,11 @@ REFUSALS = [
     ({"logprobs": False, "top_logprobs": 0}, "top_logprobs", None),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
     ({"return_token_ids": "yes"}, "return_token_ids", None),
+    ({"request_id": "a b"}, "request_id", None),
+    ({"request_id": "x" * 129}, "request_id", None),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs", None),
+    ({"chat_template_kwargs": {"now": 1}}, "chat_template_kwargs.now", None),
+    ({"echo": True}, "echo", "unknown_parameter"),
     ({"seed": 2**63}, "seed", None),
     ({"seed": 0.5}, "seed", None),
     ({"stop": ""}, "stop", None),
@@ -300,6 +305,121 @@ async def test_standard_parameters_pass_at_neutral_values() -> None:
         {"role": "system", "content": "d", "name": "n"},
         {"role": "assistant", "content": "x"},
     ]
+
+
+async def test_a_request_may_bring_its_own_name() -> None:
+    async with served(ScriptedSessions(("x",))) as door:
+        response = await door.chat(request_id="mine-1")
+        assert (response.json()["id"], response.headers["x-request-id"]) == ("chatcmpl-mine-1", "mine-1")
+        post = partial(door.client.post, "/v1/chat/completions", json=body(stream=True))
+        response = await post(headers={"x-request-id": "theirs"})
+        assert response.headers["x-request-id"] == "theirs"
+        assert events(response.text)[0]["id"] == "chatcmpl-theirs"
+        response = await post(headers={"x-request-id": "a b"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Request-Id")
+        assert len(door.sessions.opened) == 2
+
+
+async def test_template_variables_reach_the_template() -> None:
+    async with served(ScriptedSessions(("x",))) as door:
+        assert (await door.chat(chat_template_kwargs={"enable_thinking": False})).is_success
+        assert door.sessions.text.variables == {"enable_thinking": False}
+
+
+async def test_completions_whole() -> None:
+    async with served(ScriptedSessions(("Hel", "lo"))) as door:
+        post = partial(door.client.post, "/v1/completions")
+        response = await post(json={"model": MODEL.name, "prompt": "hi"})
+        value = response.json()
+        assert isinstance(value.pop("created"), int)
+        assert value == {
+            "id": "cmpl-r0",
+            "object": "text_completion",
+            "model": "Scripted-1M",
+            "system_fingerprint": "fp_0123456789abcdef",
+            "choices": [{"index": 0, "text": "Hello", "finish_reason": "stop", "logprobs": None}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10},
+        }
+        response = await post(json={"model": MODEL.name, "prompt": [104, 105], "echo": True, "max_tokens": 3})
+        assert response.json()["choices"][0]["text"] == "hiHello"
+        await post(json={"model": MODEL.name, "prompt": "x" * 990, "add_special_tokens": False, "seed": 3})
+    first, second, third = (session.generation for session in door.sessions.opened)
+    assert (first.prompt, first.max_tokens) == ((2, *b"hi"), 16)
+    assert (second.prompt, second.max_tokens) == ((104, 105), 3)
+    assert (third.prompt, third.max_tokens, third.sampling.seed) == (tuple(b"x" * 990), 10, 3)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_completions_streamed(echo: bool) -> None:
+    request = {"model": MODEL.name, "prompt": "hi", "stream": True, "echo": echo}
+    request["stream_options"] = {"include_usage": True}
+    async with served(ScriptedSessions(("Hel", "lo"))) as door:
+        response = await door.client.post("/v1/completions", json=request)
+    *chunks, last, done = events(response.text)
+    assert done == "[DONE]"
+    assert (last["choices"], last["usage"]["total_tokens"]) == ([], 10)
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert texts == [*(["hi"] if echo else []), "Hel", "lo", ""]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+
+
+async def test_completions_are_refused_by_name() -> None:
+    wrong = [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt[0]"),
+        ({"prompt": [256]}, "prompt"),
+        ({"prompt": "", "add_special_tokens": False}, "prompt"),
+        ({"prompt": "x" * 1000}, "prompt"),
+        ({"max_tokens": 998}, "max_tokens"),
+        ({"max_completion_tokens": 9}, "max_completion_tokens"),
+        ({"messages": []}, "messages"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2}, "n"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"echo": 1}, "echo"),
+    ]
+    async with served(ScriptedSessions()) as door:
+        for change, param in wrong:
+            request = {"model": MODEL.name, "prompt": "hi"} | change
+            response = await door.client.post("/v1/completions", json=request)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), change
+        response = await door.client.post("/v1/completions", json={"model": "x", "prompt": "hi"})
+        assert response.status_code == 404
+        assert door.sessions.opened == []
+
+
+async def test_tokenize_and_detokenize() -> None:
+    async with served(ScriptedSessions()) as door:
+
+        async def ask(path: str, **request: object) -> tuple[int, dict[str, object]]:
+            response = await door.client.post(path, json=request)
+            return response.status_code, response.json()
+
+        whole = {"count": 3, "max_model_len": 1000, "tokens": [2, *b"hi"]}
+        assert await ask("/tokenize", prompt="hi") == (200, whole)
+        assert (await ask("/tokenize", prompt="hi", add_special_tokens=False))[1]["tokens"] == [*b"hi"]
+        assert (await ask("/tokenize", prompt="", add_special_tokens=False))[1]["count"] == 0
+        messages = [{"role": "user", "content": "hi"}]
+        status, value = await ask("/tokenize", model=MODEL.name, messages=messages)
+        assert (status, value["tokens"]) == (200, [1, *b"hi"])
+        assert await ask("/detokenize", tokens=[*b"hi"]) == (200, {"prompt": "hi"})
+        for path, request, param in [
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": "a", "messages": messages}, "prompt"),
+            ("/tokenize", {"messages": messages, "add_special_tokens": True}, "add_special_tokens"),
+            ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+            ("/tokenize", {"prompt": 3}, "prompt"),
+            ("/detokenize", {"tokens": [256]}, "tokens"),
+            ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+            ("/detokenize", {}, "tokens"),
+        ]:
+            status, value = await ask(path, **request)
+            assert (status, value["error"]["param"]) == (400, param), request
+        assert (await ask("/detokenize", model="x", tokens=[]))[0] == 404
+        assert (await door.client.get("/tokenize")).status_code == 405
 
 
 async def test_context_errors_say_by_how_many_tokens() -> None:

@@ -210,8 +210,9 @@ MESSAGES = st.lists(
     max_size=3,
 )
 BODIES = st.fixed_dictionaries(
-    {"model": st.just(MODEL.name) | VALUES, "messages": MESSAGES | VALUES},
+    {"model": st.just(MODEL.name) | VALUES},
     optional={
+        "messages": MESSAGES | VALUES,
         "max_tokens": st.integers(0, 2000) | VALUES,
         "temperature": st.floats(0, 2) | VALUES,
         "top_p": st.floats(0, 1) | VALUES,
@@ -220,20 +221,32 @@ BODIES = st.fixed_dictionaries(
         "stream": st.booleans() | VALUES,
         "stream_options": st.just({"include_usage": True}) | VALUES,
         "n": st.just(1) | VALUES,
+        "prompt": st.text() | st.lists(st.integers(0, 300), max_size=3) | VALUES,
+        "tokens": st.lists(st.integers(0, 255), max_size=3) | VALUES,
+        "logit_bias": st.dictionaries(st.integers(-1, 300).map(str), st.integers(-100, 101)) | VALUES,
+        "stop_token_ids": st.lists(st.integers(0, 300), max_size=3) | VALUES,
+        "repetition_penalty": st.floats(0, 3) | VALUES,
+        "min_tokens": st.integers(-1, 2000) | VALUES,
+        "chat_template_kwargs": st.dictionaries(st.sampled_from(["now", "a", ""]), VALUES) | VALUES,
+        "metadata": VALUES,
+        "tools": VALUES,
         "user": VALUES,
     },
 )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(bodies=st.lists(BODIES | VALUES, min_size=1, max_size=10))
-def test_any_json_is_answered_and_never_with_500(bodies: list[object]) -> None:
+@given(
+    bodies=st.lists(BODIES | VALUES, min_size=1, max_size=10),
+    path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]),
+)
+def test_any_json_is_answered_and_never_with_500(bodies: list[object], path: str) -> None:
     async def post() -> None:
         async with served(ScriptedSessions(("x",))) as door:
             for value in bodies:
                 content = json.dumps(value).encode()
                 headers = {"content-type": "application/json"}
-                response = await door.client.post("/v1/chat/completions", content=content, headers=headers)
+                response = await door.client.post(path, content=content, headers=headers)
                 assert response.status_code in (200, 400, 404)
                 assert response.status_code == 200 or response.json()["error"]["message"]
             assert all(session.cancels == [] for session in door.sessions.opened)
