@@ -256,6 +256,15 @@ class HttpDoor:
             # Who writes the whole prompt writes its control tokens too.
             encode = partial(text.encode, prompt.text, special=True, bos=prompt.bos)
         else:
+            context = self._sessions.model.context_length
+            if len(prompt.messages) > context:
+                # Each is at least one token: not worth a minute of templating to find out.
+                raise ApiError(
+                    400,
+                    f"The context holds {context} tokens: {len(prompt.messages)} messages are too many.",
+                    param="messages",
+                    code="context_length_exceeded",
+                )
             # Some templates tell the model what day it is.
             now = datetime.now().astimezone().isoformat(timespec="seconds")
             encode = partial(text.encode_chat, prompt.messages, now=now, **prompt.variables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 
 import openai
@@ -10,7 +11,7 @@ import pytest
 import trio
 from scripted_sessions import MODEL, ScriptedSessions, body, served
 
-from actors.openai import NEUTRAL
+from actors.openai import MESSAGE_CHARS, NEUTRAL, parse_chat
 from actors.sessions import DeltaToken, Draining, QueueFull, Refused
 from engine.sampling import SamplingParams, TokenLogprobs
 
@@ -430,6 +431,23 @@ async def test_context_errors_say_by_how_many_tokens() -> None:
         assert "3 and 1000 to generate, 3 too many" in response.json()["error"]["message"]
         response = await door.chat(messages=[{"role": "user", "content": "x" * 998}], max_tokens=1)
         assert response.status_code == 200
+
+
+async def test_many_empty_messages_stop_nobody() -> None:
+    """They are as long as a long text to a template, and cost a thread or nothing, never the event loop."""
+    empty = {"role": "user", "content": ""}
+    async with served(ScriptedSessions(("x",))) as door:
+        began = time.process_time()
+        response = await door.chat(messages=[empty] * 2_000)
+        assert time.process_time() - began < 2
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert "2000 messages are too many" in response.json()["error"]["message"]
+        response = await door.chat(messages=[empty] * 900)
+        assert response.status_code in (200, 400)
+    conversation, _ = parse_chat(
+        json.dumps(body(messages=[empty] * 100)).encode(), model="Scripted-1M", vocab_size=300
+    )
+    assert conversation.chars >= 100 * MESSAGE_CHARS
 
 
 async def test_bodies_that_are_no_request() -> None:
