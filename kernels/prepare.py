@@ -157,7 +157,9 @@ def _convert(source: Path, folder: Path, progress: bool) -> None:
 
     def bar(doing: str, **options: Any) -> tqdm[NoReturn]:
         what = f"{doing} {source.name}"
-        return tqdm(total=total, desc=what, unit="w", unit_scale=True, disable=not progress, **options)
+        # None: on a terminal only.
+        quiet = None if progress else True
+        return tqdm(total=total, desc=what, unit="w", unit_scale=True, disable=quiet, **options)
 
     # Checking is worth a bar for large models only, and none stays when there is something to say instead.
     with bar("checking", leave=False, delay=1.0) as checking:
