@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import sys
 import threading
 import time
 import tracemalloc
@@ -376,7 +377,11 @@ def test_the_command_prints_the_folder_or_one_line(
     assert main([str(tmp_path / "tiny.gguf")]) == 0
     captured = capsys.readouterr()
     assert Path(captured.out.strip()).parent == tmp_path / "cache"
-    assert "preparing tiny.gguf" in captured.err
+    assert captured.err == "", "a bar is for terminals"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main([str(tmp_path / "tiny.gguf"), "--cache", str(tmp_path / "again")]) == 0
+    assert "preparing tiny.gguf" in capsys.readouterr().err
+    monkeypatch.undo()
     write_tiny_gguf(tmp_path / "nan.gguf", edit=_set("output_norm.weight", np.nan))
     assert main([str(tmp_path / "nan.gguf"), "--cache", str(tmp_path / "other")]) == StartError.exit_code
     captured = capsys.readouterr()
