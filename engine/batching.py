@@ -196,17 +196,3 @@ def begin(spec: SequenceSpec, term: int, decode: Incarnation) -> Sequence:
 def adopt(spec: SequenceSpec, term: int, me: Incarnation, filled: int, pages: Iterable[PageRef]) -> Sequence:
     """A sequence that was handed over: it decodes from `filled` on."""
     return Sequence(spec, term, me, SequenceState.DECODE, list(spec.log), filled, list(pages))
-
-
-__all__ = [
-    "BatchLimits",
-    "Lease",
-    "Plan",
-    "Sequence",
-    "SequenceEvent",
-    "Slice",
-    "adopt",
-    "advance_sequence",
-    "begin",
-    "plan_step",
-]

@@ -23,7 +23,6 @@ from engine.batching import (
     Lease,
     Plan,
     Sequence,
-    Slice,
     adopt,
     advance_sequence,
     begin,
@@ -430,6 +429,3 @@ class Worker:
             "tokens_out": self.tokens_out,
             "hand_overs_refused": self.pages_refused,
         }
-
-
-__all__ = ["Plan", "Slice", "Worker", "WorkerLimits"]

@@ -41,9 +41,10 @@ from engine.messages import (
     WorkerFact,
 )
 from engine.sampling import GREEDY
-from engine.worker import Plan, Worker, WorkerLimits
+from engine.worker import Worker, WorkerLimits
 
 if TYPE_CHECKING:
+    from engine.batching import Plan
     from engine.shapes import PageRef
 
 PAGE = 4
