@@ -1,33 +1,40 @@
-"""What a front door (HTTP now; WebSocket and ZeroMQ later) needs from the gateway, and no more.
+"""What a front door (HTTP, WebSocket, ZeroMQ) needs from the gateway, and no more.
 
 A door turns its protocol into a Generation, opens a Session and streams its events. Everything
 about terms, placement, recovery and the token log happens behind `Sessions`.
+
+A request has one or more choices. What a client sees of a choice is a fold over its token log, so
+a place in it has a number: the *sequence number* counts the choice's tokens, and one more for the
+text that is held back until its end is known. A client that was cut off says for every choice how
+far it got and the hash of its tail (`engine.transcript.tail_hash`), and gets what follows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import msgspec
+
+from engine.sampling import SamplingParams, TokenLogprobs
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from engine.model import ModelConfig
-    from engine.sampling import SamplingParams, TokenLogprobs
     from engine.text import TextCodec
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One choice to generate, checked by the door as far as the door can know."""
+class Generation(msgspec.Struct, frozen=True, array_like=True):
+    """One request, checked by the door as far as the door can know."""
 
     prompt: tuple[int, ...]
     """Token ids; at least one."""
     max_tokens: int
-    """At least 1; prompt and max_tokens together fit the context."""
+    """At least 1, a choice; prompt and max_tokens together fit the context."""
     sampling: SamplingParams
+    """Of choice 0; the others differ in their index only."""
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
     stop_tokens: tuple[int, ...] = ()
@@ -42,6 +49,18 @@ class Generation:
     """Tell the logprob of every token and so many of the likeliest ids; None to tell none."""
     token_ids: bool = False
     """Tell the tokens, not only their text."""
+    n: int = 1
+    """Choices; they share the prompt's pages."""
+    client: str = ""
+    """Who asks, for fair shares: never a secret, since it is logged."""
+    priority: int = 0
+    """Of all requests of a client, those with the lowest number go first."""
+    resumable: bool = False
+    """A client that goes away may come back for it, also after the gateway has died."""
+    key: str = ""
+    """The client's own unguessable name of a resumable request, under which `find` finds it."""
+    ticket: bytes = b""
+    """What the door wants to have again when the request is resumed."""
 
 
 class DeltaToken(NamedTuple):
@@ -49,27 +68,38 @@ class DeltaToken(NamedTuple):
 
     token: int
     logprobs: TokenLogprobs | None
-    """None where none were asked for, and for a stop token that is not shown."""
+    """None where none were asked for, for a stop token that is not shown, and for a token that was
+    committed before the gateway died."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """Text that became certain: whole UTF-8 characters, nothing that may still be a stop string."""
 
     text: str
     tokens: tuple[DeltaToken, ...] = ()
     """Tokens that were committed, only when asked for. They may be ahead of the text."""
+    choice: int = 0
+    sequence: int = 0
+    """The sequence number of the place behind it."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """The one terminal event of a session."""
+class End(msgspec.Struct, frozen=True, gc=False):
+    """The one terminal event of a choice."""
 
     reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
     error: str | None = None
     """One line for a person when the reason is "error"."""
+    choice: int = 0
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How far a client got in one choice."""
+
+    sequence: int
+    tail: str
+    """`tail_hash` of the text that it has of this choice."""
 
 
 class Refused(Exception):
@@ -84,20 +114,44 @@ class Draining(Refused):
     """The system is shutting down."""
 
 
+class NotKept(Refused):
+    """Nothing is kept under this name: it never was, it cannot be resumed, or its time is over."""
+
+
+class Diverged(Refused):
+    """The client has not what was sent to it, so nothing can follow."""
+
+
+class Superseded(Exception):
+    """The events of a session are read by somebody else from now on, who resumed it."""
+
+
 class Session(Protocol):
-    """One open request."""
+    """One reader of one request."""
 
     @property
     def request_id(self) -> str:
         """How logs and clients name the request."""
         ...
 
+    @property
+    def generation(self) -> Generation:
+        """What was asked for."""
+        ...
+
     def events(self) -> AsyncIterator[Delta | End]:
-        """Deltas as they are committed, then exactly one End. To be iterated once."""
+        """Deltas as they are committed, exactly one End a choice, then the end of the iteration.
+
+        To be iterated once. Superseded when another session of the same request was made.
+        """
         ...
 
     def cancel(self, by: str) -> None:
-        """Give the request up everywhere at once, and say who did; idempotent, a no-op after the End."""
+        """Give the request up everywhere at once, and say who did; idempotent, a no-op after the end."""
+        ...
+
+    def leave(self, by: str) -> None:
+        """The client is gone: keep what can be resumed for a while, cancel everything else."""
         ...
 
 
@@ -116,6 +170,17 @@ class Sessions(Protocol):
 
     def open(self, generation: Generation) -> Session:
         """Accept a request, or raise Refused."""
+        ...
+
+    def find(self, key: str) -> str | None:
+        """The id of the request that was opened under a client's own key, while it is kept."""
+        ...
+
+    def resume(self, request_id: str, positions: Sequence[Position] | None) -> Session:
+        """Go on reading a request; a position a choice, None from its beginning.
+
+        NotKept or Diverged when that cannot be.
+        """
         ...
 
     def not_ready(self) -> str | None:

@@ -131,6 +131,10 @@ class RequestFact(Message, frozen=True):
     decode: Incarnation | None = None
     excluding: tuple[Incarnation, ...] = ()
     """Workers that the gateway does not know (yet, or any more): placing it there would be in vain."""
+    client: str = ""
+    """Who asks: requests of one client share its part of the system; empty is everybody without a name."""
+    priority: int = 0
+    """Of all requests of a client, those with the lowest number go first."""
 
 
 class RequestEnded(Message, frozen=True):
@@ -176,6 +180,8 @@ class SequenceSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """No stop token is sampled before so many tokens were generated."""
     logprobs: int | None = None
     """Tell the logprob of every token, and so many of the likeliest ids; None to tell none."""
+    client: str = ""
+    priority: int = 0
 
 
 class StartPrefill(Message, frozen=True):

@@ -11,12 +11,12 @@ import trio
 
 from actors.http import serve_http
 from actors.http_server import ServerLimits
-from actors.sessions import Delta, DeltaToken, End, Generation
+from actors.sessions import Delta, DeltaToken, End, Generation, NotKept, Position
 from engine.chat_template import TemplateError
 from engine.model import ModelConfig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
 MODEL = ModelConfig(
     name="Scripted-1M",
@@ -81,37 +81,52 @@ class ScriptedSession:
         self.generation = generation
         self.cancels: list[str] = []
         self.cancelled = trio.Event()
+        self.left: list[str] = []
+        self.gone = trio.Event()
         self.taken = 0
         """How many events the door has taken."""
+        self.sequence = [0] * generation.n
         self._send, self._receive = trio.open_memory_channel[Delta | End | Exception](100_000)
 
-    def say(self, *texts: str) -> None:
+    def say(self, *texts: str, choice: int = 0) -> None:
         for text in texts:
-            self._send.send_nowait(Delta(text))
+            self.sequence[choice] += 1
+            self._send.send_nowait(Delta(text, choice=choice, sequence=self.sequence[choice]))
 
     def tell(self, text: str, *tokens: DeltaToken) -> None:
         """Text with tokens, as for who asked for them."""
-        self._send.send_nowait(Delta(text, tokens))
+        self.sequence[0] += len(tokens)
+        self._send.send_nowait(Delta(text, tokens, 0, self.sequence[0]))
 
-    def end(self, reason: str = "stop", error: str | None = None) -> None:
-        self._send.send_nowait(End(reason, len(self.generation.prompt), 7, error))
+    def end(self, reason: str = "stop", error: str | None = None, *, choice: int = 0) -> None:
+        self._send.send_nowait(End(reason, len(self.generation.prompt), 7, error, choice))
 
-    def crash(self) -> None:
-        self._send.send_nowait(RuntimeError("a bug in the gateway"))
+    def crash(self, error: Exception | None = None) -> None:
+        self._send.send_nowait(error or RuntimeError("a bug in the gateway"))
 
     async def events(self) -> AsyncIterator[Delta | End]:
+        ended: set[int] = set()
         async for event in self._receive:
             self.taken += 1
             if isinstance(event, Exception):
                 raise event
             yield event
             if isinstance(event, End):
-                return
+                ended.add(event.choice)
+                if len(ended) == self.generation.n:
+                    return
 
     def cancel(self, by: str) -> None:
         self.cancels.append(by)
         self.cancelled.set()
-        self.end("cancelled")
+        for choice in range(self.generation.n):
+            self.end("cancelled", choice=choice)
+
+    def leave(self, by: str) -> None:
+        self.left.append(by)
+        self.gone.set()
+        if not self.generation.resumable:
+            self.cancel(by)
 
 
 class ScriptedSessions:
@@ -124,6 +139,7 @@ class ScriptedSessions:
         self.refusal: Exception | None = None
         self.reason: str | None = None
         self.opened: list[ScriptedSession] = []
+        self.resumed: list[tuple[str, Sequence[Position] | None]] = []
         self._send, self._receive = trio.open_memory_channel[ScriptedSession](1000)
 
     def draw_seed(self) -> int:
@@ -139,6 +155,23 @@ class ScriptedSessions:
         else:
             session.say(*self.script)
             session.end()
+        return session
+
+    def find(self, key: str) -> str | None:
+        return next((s.request_id for s in self.opened if s.generation.key == key), None)
+
+    def resume(self, request_id: str, positions: Sequence[Position] | None) -> ScriptedSession:
+        """A new reader, whom the test serves; `resumed` says who asked for what."""
+        if self.refusal is not None:
+            raise self.refusal
+        before = next((s for s in self.opened if s.request_id == request_id), None)
+        if before is None or not before.generation.resumable:
+            raise NotKept
+        self.resumed.append((request_id, positions))
+        session = ScriptedSession(request_id, before.generation)
+        if positions is not None:
+            session.sequence = [position.sequence for position in positions]
+        self._send.send_nowait(session)
         return session
 
     def system_statistics(self) -> dict[str, dict[str, int | float]]:
