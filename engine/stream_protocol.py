@@ -1,0 +1,171 @@
+"""The stream protocol: what clients and gateways say over a WebSocket or a ZeroMQ socket.
+
+One protocol, two carriers. Every message is one JSON object with a `type`; many requests share a
+connection, each under a `stream` name that the client chose. The life of a stream:
+
+    create ──▶ opened ──▶ delta … delta ──▶ end        one `end` a choice, the last has `done`
+      │          resume ─▶ opened ─▶ …                 after a lost connection, on another one
+      └──────▶ error                                   refused, or failed: nothing follows
+
+**Resuming.** A `delta` carries the sequence number of the place behind its text. A client that was
+cut off says for every choice how far it got and `engine.transcript.tail_hash` of its text; the
+gateway goes on behind that place or refuses, never guesses. A request whose connection is gone is
+kept for the gateway's `resume_grace_s`. `create` with a `key` is idempotent: said again (because the
+answer to it was lost), it resumes the same request from its beginning.
+
+**Back-pressure.** What a client has not taken yet waits in the gateway as text, one piece a choice,
+and costs no more than its length. With `window` a client takes at most so many deltas ahead: the
+gateway sends while the number of deltas sent is below what the client granted. The grant is absolute
+(`credit.upto`), so that saying it twice, or losing one of two, is harmless. A browser, whose WebSocket has no
+back-pressure of its own, and a ZeroMQ client, whose socket is shared, need it; a plain WebSocket client
+may leave it to TCP.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+StreamName = Annotated[str, Meta(min_length=1, max_length=64)]
+Key = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[\x21-\x7e]+$")]
+"""Unguessable: whoever knows it may read the stream."""
+Endpoint = Literal["chat", "completion"]
+
+
+class StreamMessage(
+    msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, omit_defaults=True
+):
+    """Base of all messages."""
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far a client got in one choice."""
+
+    sequence: Annotated[int, Meta(ge=0)]
+    tail: Annotated[str, Meta(max_length=64)]
+    """`tail_hash` of the text it has."""
+
+
+# ── client → gateway ──────────────────────────────────────────────────────────────────────────
+
+
+class Create(StreamMessage, frozen=True, tag="create"):
+    """Ask for something, as a body of /v1/chat/completions or /v1/completions does (but for `stream`)."""
+
+    stream: StreamName
+    endpoint: Endpoint
+    body: msgspec.Raw
+    key: Key | None = None
+    """Makes it idempotent, and lets it be found again without its id."""
+    window: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    """Deltas that may be sent before any is credited; None leaves it to the carrier."""
+
+
+class Resume(StreamMessage, frozen=True, tag="resume"):
+    """Go on with a request of an earlier connection."""
+
+    stream: StreamName
+    request: Annotated[str, Meta(max_length=64)]
+    """Its id, from `opened`."""
+    places: Annotated[list[Place], Meta(max_length=64)]
+    """One a choice."""
+    window: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+
+
+class Credit(StreamMessage, frozen=True, tag="credit"):
+    """More may be sent: deltas of this stream, counted since it was created or resumed here."""
+
+    stream: StreamName
+    upto: Annotated[int, Meta(ge=1)]
+
+
+class Cancel(StreamMessage, frozen=True, tag="cancel"):
+    """Nobody wants it any more: an `end` with the reason "cancelled" follows, unless it has ended."""
+
+    stream: StreamName
+
+
+class Ping(StreamMessage, frozen=True, tag="ping"):
+    """Still here? Answered with a pong at once."""
+
+
+# ── gateway → client ──────────────────────────────────────────────────────────────────────────
+
+
+class Opened(StreamMessage, frozen=True, tag="opened"):
+    """The request was accepted, or found again."""
+
+    stream: str
+    request: str
+    """The id under which it is resumed and logged."""
+    model: str
+    prompt_tokens: int
+    choices: int
+    resumed: bool = False
+    grace_s: float = 0.0
+    """For so long it is kept when the connection is lost."""
+
+
+class ScoredToken(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One token, for who asked for tokens or logprobs."""
+
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = []
+    """(token, logprob) of the likeliest."""
+
+
+class Delta(StreamMessage, frozen=True, tag="delta"):
+    """Text of one choice that became certain."""
+
+    stream: str
+    sequence: int
+    """Of the place behind this text."""
+    text: str
+    choice: int = 0
+    tokens: list[ScoredToken] | UnsetType = UNSET
+    """When asked for."""
+
+
+class End(StreamMessage, frozen=True, tag="end"):
+    """One choice is complete."""
+
+    stream: str
+    reason: Literal["stop", "length", "cancelled", "error"]
+    prompt_tokens: int
+    completion_tokens: int
+    choice: int = 0
+    error: str | None = None
+    done: bool = False
+    """It was the last choice: the stream's name is free again."""
+
+
+class StreamError(msgspec.Struct, frozen=True):
+    """What is wrong, for a person (message) and for a program (status as HTTP has it, code, param)."""
+
+    message: str
+    status: int = 400
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+class Failed(StreamMessage, frozen=True, tag="error"):
+    """A message could not be followed: its stream is over; without a stream, the message was none."""
+
+    error: StreamError
+    stream: str | None = None
+
+
+class Pong(StreamMessage, frozen=True, tag="pong"):
+    """Still here."""
+
+
+ToGateway: TypeAlias = Create | Resume | Credit | Cancel | Ping
+ToClient: TypeAlias = Opened | Delta | End | Failed | Pong
+
+encode = msgspec.json.Encoder().encode
+decode_to_gateway = msgspec.json.Decoder(ToGateway).decode
+decode_to_client = msgspec.json.Decoder(ToClient).decode
