@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from engine.model import ModelConfig
     from engine.text import TextCodec
+    from engine.transcript import Position
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -92,14 +93,6 @@ class End(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     """One line for a person when the reason is "error"."""
     choice: int = 0
-
-
-class Position(msgspec.Struct, frozen=True):
-    """How far a client got in one choice."""
-
-    sequence: int
-    tail: str
-    """`tail_hash` of the text that it has of this choice."""
 
 
 class Refused(Exception):

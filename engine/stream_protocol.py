@@ -28,6 +28,8 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from engine.transcript import Position
+
 StreamName = Annotated[str, Meta(min_length=1, max_length=64)]
 Key = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[\x21-\x7e]+$")]
 """Unguessable: whoever knows it may read the stream."""
@@ -38,14 +40,6 @@ class StreamMessage(
     msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, omit_defaults=True
 ):
     """Base of all messages."""
-
-
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far a client got in one choice."""
-
-    sequence: Annotated[int, Meta(ge=0)]
-    tail: Annotated[str, Meta(max_length=64)]
-    """`tail_hash` of the text it has."""
 
 
 # ── client → gateway ──────────────────────────────────────────────────────────────────────────
@@ -69,8 +63,8 @@ class Resume(StreamMessage, frozen=True, tag="resume"):
     stream: StreamName
     request: Annotated[str, Meta(max_length=64)]
     """Its id, from `opened`."""
-    places: Annotated[list[Place], Meta(max_length=64)]
-    """One a choice."""
+    positions: Annotated[list[Position], Meta(max_length=64)]
+    """How far the client got: one a choice."""
     window: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
 
 

@@ -11,13 +11,24 @@ log: the same gateway, or one that was started again.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
 
 if TYPE_CHECKING:
     from engine.detokenizer import Detokenizer, StopFilter
 
 TAIL_BYTES = 256
 TAIL_DIGITS = 16
+
+
+class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far a client got in one choice."""
+
+    sequence: Annotated[int, Meta(ge=0)]
+    tail: Annotated[str, Meta(max_length=64)]
+    """`tail_hash` of the text that it has."""
 
 
 def tail_hash(text: str) -> str:

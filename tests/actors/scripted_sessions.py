@@ -11,12 +11,14 @@ import trio
 
 from actors.http import serve_http
 from actors.http_server import ServerLimits
-from actors.sessions import Delta, DeltaToken, End, Generation, NotKept, Position
+from actors.sessions import Delta, DeltaToken, End, Generation, NotKept
 from engine.chat_template import TemplateError
 from engine.model import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
+
+    from engine.transcript import Position
 
 MODEL = ModelConfig(
     name="Scripted-1M",
