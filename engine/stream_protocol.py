@@ -121,6 +121,8 @@ class Delta(StreamMessage, frozen=True, tag="delta"):
     choice: int = 0
     tokens: list[ScoredToken] | UnsetType = UNSET
     """When asked for."""
+    number: int = 0
+    """Of this delta since the stream was created or resumed here, from 1: shows when one was lost."""
 
 
 class End(StreamMessage, frozen=True, tag="end"):
@@ -134,6 +136,8 @@ class End(StreamMessage, frozen=True, tag="end"):
     error: str | None = None
     done: bool = False
     """It was the last choice: the stream's name is free again."""
+    number: int = 0
+    """Of the last delta before it."""
 
 
 class StreamError(msgspec.Struct, frozen=True):
