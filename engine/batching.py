@@ -7,20 +7,22 @@ pages, and, when it has reached the end of the log, sampling the next token.
     DECODE    computed ≤ len(log) − 1      rows computed … len(log) − 1, the last one sampled
 
 so that the first decode row computes position P − 1 and there is one source of tokens, with or
-without a prefill before it. Rows of decoding sequences come first; prefill chunks fill what is
-left of the step, oldest request first.
+without a prefill before it. (A choice that shares its sibling's pages decodes from the first page on
+that it does not share: its first slice has more rows than one.) Rows of decoding sequences come first;
+prefill chunks fill what is left of the step, which the clients share evenly.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.lifecycle import SEQUENCE, SequenceEvent, SequenceState, advance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from engine.ids import Incarnation, SequenceKey
     from engine.layout import PageTable
@@ -58,6 +60,11 @@ class Sequence:
     def end(self) -> int:
         """The position behind the last one that its present task computes."""
         return len(self.log) - (self.state is SequenceState.PREFILL)
+
+    @property
+    def behind(self) -> int:
+        """Rows that its present task has still to compute."""
+        return self.end - self.computed
 
     @property
     def stops_wait(self) -> bool:
@@ -137,36 +144,79 @@ def plan_step(sequences: Iterable[Sequence], lease: Lease, table: PageTable, lim
     """Choose the rows of the next step and open the pages that they need.
 
     `sequences` come oldest first. Pages are opened only as tokens come. A sequence for which there
-    is no page stands still in this step; whoever can go on does.
+    is no page stands still in this step; whoever can go on with the rows it was dealt does.
     """
     budget = limits.step_tokens
     slices: list[Slice] = []
     missing = 0
-    runnable = [sequence for sequence in sequences if not sequence.doomed]
-    decoding = [s for s in runnable if s.state is SequenceState.DECODE][: limits.decode_slots]
-    filling = [s for s in runnable if s.state is SequenceState.PREFILL]
-    for sequence in (*decoding, *filling):
-        count = min(sequence.end - sequence.computed, budget)
-        if count <= 0:
-            continue
-        needed = -(-(sequence.computed + count) // limits.page_tokens) - len(sequence.pages)
-        for _ in range(min(needed, len(lease))):
-            page = lease.take()
-            table.open(
-                page.index, sequence.key.request, sequence.key.choice, sequence.term, len(sequence.pages)
-            )
-            sequence.pages.append(page)
-        room = len(sequence.pages) * limits.page_tokens - sequence.computed
+
+    def compute(sequence: Sequence, count: int) -> None:
+        nonlocal budget, missing
+        room = _make_room(sequence, count, lease, table, limits.page_tokens)
         if room < count:
             missing += -(-(count - room) // limits.page_tokens)
             count = room
         if count > 0:
-            samples = sequence.state is SequenceState.DECODE and sequence.computed + count == len(
-                sequence.log
-            )
+            samples = sequence.state is SequenceState.DECODE and count == sequence.behind
             slices.append(Slice(sequence, sequence.computed, count, samples))
             budget -= count
+
+    runnable = [sequence for sequence in sequences if not sequence.doomed]
+    decoding = [s for s in runnable if s.state is SequenceState.DECODE]
+    for sequence in decoding[: limits.decode_slots]:
+        compute(sequence, min(sequence.behind, budget))
+    for sequence, count in deal_rows([s for s in runnable if s.state is SequenceState.PREFILL], budget):
+        compute(sequence, count)
     return Plan(tuple(slices), missing)
+
+
+def deal_rows(filling: Iterable[Sequence], rows: int) -> list[tuple[Sequence, int]]:
+    """How many of a step's rows each prompt gets: the clients have equal shares, whatever they queue.
+
+    What a client does not need goes to the others. Its own prompts follow each other by (priority,
+    arrival, key). In the answer the clients take turns, the first prompt of each before the second of
+    any, so that pages go round when they are few; who has the oldest prompt comes first.
+
+    `filling` come oldest first.
+    """
+    lines: dict[str, list[Sequence]] = {}
+    for sequence in filling:
+        if sequence.behind:
+            lines.setdefault(sequence.spec.client, []).append(sequence)
+    lacks = {client: sum(sequence.behind for sequence in line) for client, line in lines.items()}
+    dealt = dict.fromkeys(lines, 0)
+    while rows and lacks:
+        share = max(1, rows // len(lacks))
+        for client, lack in list(lacks.items()):
+            more = min(share, lack, rows)
+            dealt[client] += more
+            rows -= more
+            lacks[client] -= more
+            if not lacks[client]:
+                del lacks[client]
+    turns = zip_longest(*(_portions(line, dealt[client]) for client, line in lines.items()))
+    return [portion for turn in turns for portion in turn if portion is not None]
+
+
+def _portions(line: list[Sequence], rows: int) -> Iterator[tuple[Sequence, int]]:
+    """One client's rows, to its prompts one after the other."""
+    for sequence in sorted(line, key=lambda s: (s.spec.priority, s.spec.arrival, s.key)):
+        count = min(sequence.behind, rows)
+        if count == 0:
+            return
+        yield sequence, count
+        rows -= count
+
+
+def _make_room(sequence: Sequence, count: int, lease: Lease, table: PageTable, page_tokens: int) -> int:
+    """Open the pages for `count` more positions, as far as leases go; the positions there is room for."""
+    needed = -(-(sequence.computed + count) // page_tokens) - len(sequence.pages)
+    for _ in range(min(needed, len(lease))):
+        page = lease.take()
+        key = sequence.key
+        table.open(page.index, key.request, key.choice, sequence.term, len(sequence.pages))
+        sequence.pages.append(page)
+    return len(sequence.pages) * page_tokens - sequence.computed
 
 
 def advance_sequence(piece: Slice, table: PageTable, page_tokens: int) -> list[PageRef]:
@@ -188,9 +238,11 @@ def advance_sequence(piece: Slice, table: PageTable, page_tokens: int) -> list[P
     return sealed
 
 
-def begin(spec: SequenceSpec, term: int, decode: Incarnation) -> Sequence:
-    """A sequence that starts with nothing computed."""
-    return Sequence(spec, term, decode, SequenceState.PREFILL, list(spec.log))
+def begin(
+    spec: SequenceSpec, term: int, decode: Incarnation, filled: int = 0, pages: Iterable[PageRef] = ()
+) -> Sequence:
+    """A sequence that starts with nothing computed but the full pages that it shares."""
+    return Sequence(spec, term, decode, SequenceState.PREFILL, list(spec.log), filled, list(pages))
 
 
 def adopt(spec: SequenceSpec, term: int, me: Incarnation, filled: int, pages: Iterable[PageRef]) -> Sequence:

@@ -7,10 +7,11 @@ one with both does the two in one batch. The life of a sequence here:
                         │          └────── HandOverRefused ───▶ gone, pages released
                         └▶ DECODE (when it decodes what it filled) ─▶ finished, pages released
     HandOver ─────────────▶ DECODE
+    StartPrefill, and a sibling of its request decodes here ──▶ DECODE, on the sibling's full pages
 
-Every page of a sequence is released exactly once: by the worker that owns it when the sequence
-ends there, whatever ended it. While a step runs, its pages are not released: a cancelled sequence
-is doomed and dropped when the step returns.
+Every page is released exactly once: by the worker that owns it when the last sequence that holds it
+ends there, whatever ended it (`engine.sharing` counts who holds it). While a step runs, its pages are
+not released: a cancelled sequence is doomed and dropped when the step returns.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from engine.messages import (
     TokenRow,
     WorkerFact,
 )
+from engine.sharing import SharedPages, sibling_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,10 +96,12 @@ class Worker:
         self._lease_said: tuple[int, int, int] | None = None
         self._missing = 0
         self._running: Plan | None = None
+        self._shared = SharedPages()
         self.steps = 0
         self.tokens_out = 0
         self.tokens_filled = 0
         self.pages_refused = 0
+        self.positions_shared = 0
 
     # ── events ────────────────────────────────────────────────────────────────────────────────
 
@@ -230,12 +234,22 @@ class Worker:
         if any(known.term >= message.term for known in self._terms_of(spec.key)):
             return []
         sends = self._give_up_older(spec.key, message.term)
-        if self.limits.prefill_slots == 0:
+        shared = None
+        if message.decode == self.me:
+            shared = sibling_pages(spec, self._sequences.values(), self.limits.page_tokens)
+        if shared is None and self.limits.prefill_slots == 0:
             detail = f"{self.me} has no prefill slots"
             return [*sends, Send(source, SequenceLost(spec.key, message.term, "refused", detail))]
-        sequence = begin(spec, message.term, message.decode)
+        pages = shared or ()
+        filled = len(pages) * self.limits.page_tokens
+        sequence = begin(spec, message.term, message.decode, filled, pages)
         self._sequences[spec.key, message.term] = sequence
-        if sequence.computed == sequence.end:
+        self._shared.share(pages)
+        self.positions_shared += filled
+        # What a sibling leaves to fill is less than a page and goes with the first sampled row. It is
+        # more when the choice comes back with tokens of its own: then it is filled in its turn.
+        at_once = self.limits.page_tokens if shared is not None else 1
+        if sequence.behind < at_once:
             sends += self._offer(sequence)
         return sends
 
@@ -252,6 +266,7 @@ class Worker:
             detail = f"{sequence.decode} is not known here"
             lost = SequenceLost(sequence.key, sequence.term, "refused", detail)
             return [*self._give_up(sequence), Send(sequence.spec.gateway, lost)]
+        assert not any(page in self._shared for page in sequence.pages), "a sibling here reads these pages"
         sequence.move(SequenceEvent.OFFER)
         message = HandOver(sequence.term + 1, sequence.spec, sequence.computed, tuple(sequence.pages))
         return [Send(sequence.decode, message)]
@@ -348,18 +363,21 @@ class Worker:
         return self._released(self._drop(sequence))
 
     def _drop(self, sequence: Sequence) -> list[PageRef]:
+        """End a sequence here; returns its pages that no sibling holds."""
         sequence.move(SequenceEvent.DROP)
         del self._sequences[sequence.key, sequence.term]
-        if not sequence.pages:
+        pages, sequence.pages = sequence.pages, []
+        unheld = self._shared.let_go(pages)
+        if not unheld:
             # The allocator may wait for what this one gives back: it hears that it was nothing.
             self._lease_said = None
-        pages, sequence.pages = sequence.pages, []
-        return pages
+        return unheld
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────
 
     def _used(self) -> tuple[PageRef, ...]:
-        return tuple(page for sequence in self._sequences.values() for page in sequence.pages)
+        """Every page under a sequence, once."""
+        return tuple({page: None for sequence in self._sequences.values() for page in sequence.pages})
 
     def _released(self, pages: list[PageRef]) -> list[Send]:
         return [Send("allocator", PagesReleased(tuple(pages)))] if pages else []
@@ -401,9 +419,9 @@ class Worker:
         return tuple(self._sequences.values())
 
     def check(self) -> None:
-        held = [page for sequence in self._sequences.values() for page in sequence.pages]
-        held += self.lease.held()
-        assert len(held) == len(set(held)), "a page is held twice"
+        self._shared.check([sequence.pages for sequence in self._sequences.values()], self.table)
+        held = [*self._used(), *self.lease.held()]
+        assert len(held) == len(set(held)), "a lease is in use"
         for (key, term), sequence in self._sequences.items():
             assert (key, term) == (sequence.key, sequence.term)
             assert sequence.state is not SequenceState.GONE
@@ -423,9 +441,11 @@ class Worker:
             "sequences_offered": states.count(SequenceState.OFFERED),
             "sequences_decode": states.count(SequenceState.DECODE),
             "pages_leased": len(self.lease),
-            "pages_used": sum(len(sequence.pages) for sequence in self._sequences.values()),
+            "pages_used": len(self._used()),
+            "pages_shared": len(self._shared),
             "steps": self.steps,
             "tokens_filled": self.tokens_filled,
+            "positions_shared": self.positions_shared,
             "tokens_out": self.tokens_out,
             "hand_overs_refused": self.pages_refused,
         }

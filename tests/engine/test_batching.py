@@ -14,6 +14,7 @@ from engine.batching import (
     adopt,
     advance_sequence,
     begin,
+    deal_rows,
     plan_step,
 )
 from engine.ids import Incarnation, SequenceKey
@@ -28,9 +29,19 @@ ME = Incarnation("w", 1)
 GATEWAY = Incarnation("front", 1)
 
 
-def spec(number: int, length: int) -> SequenceSpec:
-    log = tuple(range(length))
-    return SequenceSpec(SequenceKey(number, 0), GATEWAY, float(number), log, 1000, (), GREEDY, len(log))
+def spec(number: int, length: int, client: str = "", priority: int = 0) -> SequenceSpec:
+    return SequenceSpec(
+        SequenceKey(number, 0),
+        GATEWAY,
+        float(number),
+        tuple(range(length)),
+        1000,
+        (),
+        GREEDY,
+        length,
+        client=client,
+        priority=priority,
+    )
 
 
 class Bench:
@@ -156,6 +167,24 @@ def test_prefill_chunks_go_oldest_first() -> None:
     assert [(piece.sequence.key.request, piece.length) for piece in plan.slices] == [(0, 4), (1, 2)]
 
 
+def test_a_choice_that_shares_pages_samples_behind_the_rows_that_it_does_not() -> None:
+    bench = Bench()
+    sibling = decoding(1, 11, bench)
+    choice = begin(spec(2, 11), 1, ME, 8, sibling.pages[:2])
+    choice.move(SequenceEvent.ADOPT)
+    plan = bench.plan([choice, begin(spec(3, 9), 1, ME)], step_tokens=2)
+    [piece] = plan.slices
+    assert (piece.start, piece.length, piece.samples) == (8, 2, False)
+    assert bench.run(plan) == []
+    plan = bench.plan([choice, begin(spec(3, 9), 1, ME)], step_tokens=2)
+    assert [(piece.start, piece.length, piece.samples) for piece in plan.slices] == [
+        (10, 1, True),
+        (0, 1, False),
+    ]
+    assert choice.pages[2] not in sibling.pages
+    assert bench.table.record(choice.pages[2].index).request == 2
+
+
 def test_no_more_sequences_decode_than_there_are_slots() -> None:
     bench = Bench()
     decoders = [decoding(n, 3, bench) for n in range(4)]
@@ -206,6 +235,81 @@ def test_missing_counts_the_pages_for_want_of_which_rows_wait() -> None:
     plan = bench.plan(sequences, step_tokens=20)
     assert [(piece.sequence.key.request, piece.length) for piece in plan.slices] == [(1, 4)]
     assert plan.missing == 1 + 2
+
+
+# ── clients in turns ──────────────────────────────────────────────────────────────────────────
+
+
+def dealt(sequences: list[Sequence], rows: int) -> list[tuple[int, int]]:
+    return [(sequence.key.request, count) for sequence, count in deal_rows(sequences, rows)]
+
+
+def test_clients_share_the_rows_and_take_turns() -> None:
+    """Whoever came first comes first, but however much it queues it leaves the others their share."""
+    flood = [begin(spec(n, 6, "flood"), 1, ME) for n in range(3)]
+    quiet = [begin(spec(n, 6, "quiet"), 1, ME) for n in (7, 8)]
+    assert dealt([*flood, *quiet], 16) == [(0, 5), (7, 5), (1, 3), (8, 3)]
+
+
+def test_what_a_client_does_not_need_goes_to_the_others() -> None:
+    sequences = [begin(spec(n, length, str(n)), 1, ME) for n, length in enumerate([31, 3, 31, 1])]
+    assert dealt(sequences, 32) == [(0, 15), (1, 2), (2, 15)]
+    assert dealt(sequences, 62) == [(0, 30), (1, 2), (2, 30)]
+    assert dealt(sequences, 2) == [(0, 1), (1, 1)]
+    assert dealt(sequences, 0) == []
+
+
+def test_a_clients_own_prompts_go_by_priority_then_by_arrival() -> None:
+    sequences = [begin(spec(n, 4, "a", priority), 1, ME) for n, priority in enumerate([5, 0, 5, -1, 0])]
+    assert [number for number, _ in dealt(sequences, 100)] == [3, 1, 4, 0, 2]
+    other = begin(spec(9, 4, "b", 7), 1, ME)
+    assert [number for number, _ in dealt([*sequences, other], 100)] == [3, 9, 1, 4, 0, 2]
+
+
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(1, 30), st.sampled_from("abc"), st.integers(-1, 1)), min_size=1, max_size=9
+    ),
+    rows=st.integers(0, 60),
+)
+def test_nobody_gets_less_than_an_equal_share_of_what_it_needs(
+    prompts: list[tuple[int, str, int]], rows: int
+) -> None:
+    sequences = [
+        begin(spec(n, length, client, priority), 1, ME)
+        for n, (length, client, priority) in enumerate(prompts)
+    ]
+    shares = deal_rows(sequences, rows)
+    counts = {sequence.key: count for sequence, count in shares}
+    assert len(counts) == len(shares), "one slice a sequence"
+    assert all(0 < count <= sequence.behind for sequence, count in shares)
+    assert sum(counts.values()) == min(rows, sum(sequence.behind for sequence in sequences))
+    clients = {client: [s for s in sequences if s.spec.client == client] for _, client, _ in prompts}
+    hungry = [client for client, line in clients.items() if any(sequence.behind for sequence in line)]
+    for line in (clients[client] for client in hungry):
+        got = sum(counts.get(sequence.key, 0) for sequence in line)
+        assert got >= min(sum(sequence.behind for sequence in line), rows // len(hungry))
+        line.sort(key=lambda s: (s.spec.priority, s.key))
+        unfilled = [s for s in line if counts.get(s.key, 0) < s.behind]
+        assert all(s.key not in counts for s in unfilled[1:]), "a later one before an earlier one is full"
+
+
+@pytest.mark.parametrize("length", [17, 101])
+def test_a_flood_of_prompts_at_most_doubles_the_fill_of_a_quiet_client(length: int) -> None:
+    """However long the flood's prompts are, and though all of them came before."""
+
+    def steps(crowd: list[Sequence]) -> int:
+        bench = Bench(1000)
+        quiet = begin(spec(99, length, "quiet"), 1, ME)
+        count = 0
+        while quiet.behind:
+            bench.run(bench.plan([*crowd, quiet], step_tokens=8))
+            count += 1
+        return count
+
+    flood = [begin(spec(n, 100, "flood"), 1, ME) for n in range(20)]
+    assert steps([]) == (length - 1 + 7) // 8
+    assert steps(flood) <= 2 * steps([])
 
 
 # ── leases ────────────────────────────────────────────────────────────────────────────────────
