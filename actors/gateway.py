@@ -5,181 +5,45 @@ from __future__ import annotations
 import secrets
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import structlog
 import trio
 
 from actors.boot import LAUNCHER, TOKEN_LOG
+from actors.choice import Choice, Fold
+from actors.grace import GracePeriod
 from actors.metrics import Exposition, RequestMetrics, SystemCollector, Traffic
-from actors.sessions import Delta, DeltaToken, Draining, End, QueueFull
+from actors.open_request import OpenRequest, Reader
+from actors.sessions import Draining, Generation, NotKept, QueueFull, Refused
 from actors.shell import Actor
 from engine.core import Send
-from engine.detokenizer import StopFilter
-from engine.ids import request_name
+from engine.ids import owner_of, parse_request_name, request_name
 from engine.layout import TokenLogArena
 from engine.ledger import Closed, Committed, Ledger, LedgerFull
 from engine.messages import Drained, Place, Preempt, SequenceLost, TermAccepted
 from engine.model import ModelConfig, read_config
+from engine.sampling import SamplingParams
 from engine.text import TextCodec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from actors.boot import World
-    from actors.sessions import FinishReason, Generation
+    from actors.sessions import FinishReason
     from engine.core import Statistics
     from engine.ids import Incarnation, SequenceKey
     from engine.ledger import Effect
     from engine.messages import Member, Message, ToGateway
-    from engine.sampling import TokenLogprobs
+    from engine.transcript import Position
 
 log = structlog.get_logger()
-
-GAP_S = 1.0
-"""A pause between two tokens of a stream that is worth a line in the log."""
 
 STALL_S = 30.0
 """With requests open and no token for so long, the system is not ready."""
 
 SHUT_DOWN = "the server shut down before the answer was complete"
-
-
-class GatewaySession:
-    """One open request: folds committed tokens into text, and hands it to one reader.
-
-    What the reader has not taken yet is one string, so that a slow reader costs the length of its
-    answer and no more.
-    """
-
-    def __init__(self, gateway: GatewayActor, key: SequenceKey, generation: Generation, now: float) -> None:
-        self.key = key
-        self._gateway = gateway
-        self._generation = generation
-        self._detokenizer = gateway.text.detokenizer()
-        self._stops = StopFilter(generation.stop, show=generation.show_stop)
-        eos = () if generation.ignore_eos else gateway.model.eos_tokens
-        self._hidden = frozenset((*eos, *(() if generation.show_stop else generation.stop_tokens)))
-        self._tells_tokens = generation.token_ids or generation.logprobs is not None
-        self._told: list[DeltaToken] = []
-        self._text = ""
-        self._end: End | None = None
-        self._end_shown = False
-        self._news = trio.Event()
-        self._tokens = 0
-        self._opened = now
-        self._last_token = now
-        self._resuming = False
-        self._strangers = ""
-        self._placed = False
-        self._metrics = gateway.metrics
-        self._logs_tokens = gateway.boot.topology.launch.log_level == "debug"
-
-    @property
-    def request_id(self) -> str:
-        """How logs and clients name the request."""
-        return request_name(self.key.request)
-
-    def events(self) -> AsyncIterator[Delta | End]:
-        """Deltas as they are committed, then exactly one End. May be left at any point."""
-        return self
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta | End:
-        while not (self._text or self._told):
-            if self._end_shown:
-                raise StopAsyncIteration
-            if self._end is not None:
-                self._end_shown = True
-                return self._end
-            self._news = trio.Event()
-            await self._news.wait()
-        text, self._text = self._text, ""
-        if not self._told:
-            return Delta(text)
-        tokens, self._told = tuple(self._told), []
-        return Delta(text, tokens)
-
-    def cancel(self, by: str) -> None:
-        """Give the request up everywhere at once."""
-        self._gateway.cancel(self, by)
-
-    # ── called by the gateway ─────────────────────────────────────────────────────────────────
-
-    def placed(self) -> None:
-        """It got a place; the first time ends the queueing that is measured."""
-        if not self._placed:
-            self._placed = True
-            self._metrics.queue_time.observe(trio.current_time() - self._opened)
-
-    def handed_over(self) -> None:
-        """A decode worker has it: if it had tokens before, the next one ends a pause worth telling."""
-        self._resuming = self._tokens > 0
-
-    def placement_refused(self, strangers: str) -> None:
-        """It was placed on workers that this gateway does not know: told once, though tried many times.
-
-        Rosters reach the scheduler and the gateway one after the other, when a worker comes or dies.
-        """
-        if strangers != self._strangers:
-            self._strangers = strangers
-            log.info("placement_refused", request_id=self.request_id, strangers=strangers)
-
-    def push(self, token: int, logprobs: TokenLogprobs | None) -> bool:
-        """Take a committed token; True when a stop string was hit."""
-        now = trio.current_time()
-        if self._tokens == 0:
-            seconds = now - self._opened
-            self._metrics.first_token(seconds, len(self._generation.prompt))
-            log.info("first_token_committed", request_id=self.request_id, seconds=round(seconds, 4))
-        else:
-            gap = now - self._last_token
-            self._metrics.inter_token.observe(gap)
-            if self._resuming or gap > GAP_S:
-                event = "stream_resumed" if self._resuming else "token_gap_seen"
-                log.info(event, request_id=self.request_id, after=self._tokens, seconds=round(gap, 4))
-        self._resuming = False
-        self._last_token = now
-        self._tokens += 1
-        if self._logs_tokens:
-            log.debug("token_committed", request_id=self.request_id, number=self._tokens)
-        # A stop token comes once, as the last one.
-        hidden = token in self._hidden
-        if self._tells_tokens:
-            self._told.append(DeltaToken(token, None if hidden else logprobs))
-            self._news.set()
-        text, hit = "" if hidden else self._detokenizer.push(token), False
-        if self._tokens > self._generation.min_tokens:
-            text, hit = self._stops.push(text)
-        if text:
-            self._text += text
-            self._news.set()
-        return hit
-
-    def end(self, reason: FinishReason, error: str | None = None, *, flush: bool = True) -> None:
-        """The terminal event; `flush` shows what was held back in case it became a stop string."""
-        if self._end is not None:
-            return
-        if flush:
-            text, hit = self._stops.push(self._detokenizer.finish())
-            self._text += text if hit else text + self._stops.finish()
-        prompt = len(self._generation.prompt)
-        self._end = End(reason, prompt, self._tokens, error)
-        self._news.set()
-        seconds = trio.current_time() - self._opened
-        self._metrics.ended(reason, seconds)
-        log.info(
-            "request_ended",
-            request_id=self.request_id,
-            reason=reason,
-            error=error,
-            prompt_tokens=prompt,
-            completion_tokens=self._tokens,
-            seconds=round(seconds, 4),
-        )
 
 
 class GatewayActor(Actor):
@@ -194,7 +58,16 @@ class GatewayActor(Actor):
         arena = TokenLogArena(world.segments[TOKEN_LOG], topology.log_slots, self.boot.context_length)
         self.core = Ledger(self.me, self.boot.ordinal, arena, topology.log_slots_of(self.me.name))
         self.metrics = RequestMetrics()
-        self._sessions: dict[SequenceKey, GatewaySession] = {}
+        self._requests: dict[int, OpenRequest] = {}
+        """All that somebody may read or come back for."""
+        self._choices: dict[SequenceKey, Choice] = {}
+        """Those that have not ended: what the ledger has open."""
+        self._keys: dict[str, OpenRequest] = {}
+        table = topology.gateway[self.me.name]
+        self._grace = GracePeriod(table.resume_grace_s, table.resume_most)
+        self._left = trio.Event()
+        """Somebody waits in there who did not when it was last looked at."""
+        self._logs_tokens = topology.launch.log_level == "debug"
         self._progress = trio.current_time()
         self._idle = trio.Event()
         self._shut_door = trio.Event()
@@ -208,42 +81,80 @@ class GatewayActor(Actor):
         """A fresh unsigned 64-bit seed."""
         return secrets.randbits(64)
 
-    def open(self, generation: Generation) -> GatewaySession:
+    def open(self, generation: Generation) -> Reader:
         """Accept a request, or raise Refused."""
         if self.draining.is_set() or self.stopping.is_set():
             self.metrics.refused("draining")
             raise Draining
+        if generation.key in self._keys:
+            raise Refused("a request with this key is kept already")
         now = trio.current_time()
-        if not self._sessions:
+        if not self._choices:
             self._progress = now
         prompt = generation.prompt
         limit = len(prompt) + generation.max_tokens
         if limit > self.boot.context_length:
             raise ValueError(f"{limit} tokens do not fit a context of {self.boot.context_length}")
         try:
-            key, effects = self.core.open(
+            keys, effects = self.core.open(
                 prompt,
                 limit,
                 (*(() if generation.ignore_eos else self.model.eos_tokens), *generation.stop_tokens),
                 generation.sampling,
                 now,
+                n=generation.n,
                 min_tokens=generation.min_tokens,
                 logprobs=generation.logprobs,
+                client=generation.client,
+                priority=generation.priority,
+                keepsake=_keepsake(generation) if generation.resumable else b"",
             )
         except LedgerFull:
             self.metrics.refused("queue_full")
             raise QueueFull from None
-        session = GatewaySession(self, key, generation, now)
-        self._sessions[key] = session
+        request = self._enter(keys[0].request, generation, keys, now)
+        self._choices.update((choice.key, choice) for choice in request.choices)
         log.info(
             "request_admitted",
-            request_id=session.request_id,
+            request_id=request.name,
             prompt_tokens=len(prompt),
             max_tokens=generation.max_tokens,
             seed=generation.sampling.seed,
+            **({"choices": generation.n} if generation.n > 1 else {}),
+            **({"client": generation.client} if generation.client else {}),
         )
         self._apply(effects)
-        return session
+        return self._reader(request)
+
+    def find(self, key: str) -> str | None:
+        """The id of the request that was opened under a client's own key, while it is kept."""
+        request = self._keys.get(key)
+        return None if request is None else request.name
+
+    def resume(self, request_id: str, positions: Sequence[Position] | None) -> Reader:
+        """Go on reading a request; NotKept or Diverged when that cannot be."""
+        number = parse_request_name(request_id)
+        request = None if number is None else self._requests.get(number)
+        if request is None or not request.generation.resumable:
+            raise NotKept(self._why_not_kept(number))
+        reader = self._reader(request, positions)
+        self._grace.discard(request)
+        self.metrics.resumed()
+        log.info("request_resumed", request_id=request.name)
+        return reader
+
+    def _reader(self, request: OpenRequest, positions: Sequence[Position] | None = None) -> Reader:
+        reader = Reader(self, request)
+        request.read_by(reader, positions)
+        return reader
+
+    def _why_not_kept(self, number: int | None) -> str:
+        if number is not None:
+            ordinal, _ = owner_of(number)
+            for actor in self.boot.topology.actors():
+                if actor.kind == "gateway" and actor.ordinal == ordinal != self.boot.ordinal:
+                    return f"it belongs to the gateway {actor.name!r}"
+        return "it never was, it cannot be resumed, or its time is over"
 
     def not_ready(self) -> str | None:
         """Why no token could be produced now, or None."""
@@ -260,7 +171,7 @@ class GatewayActor(Actor):
         if missing:
             return f"waiting for: {', '.join(missing)}"
         silent = trio.current_time() - self._progress
-        if self._sessions and silent > STALL_S:
+        if self._choices and silent > STALL_S:
             return f"requests are open and no token came for {silent:.0f} s"
         return None
 
@@ -272,15 +183,71 @@ class GatewayActor(Actor):
         """The body of GET /metrics."""
         return self._exposition.render()
 
-    # ── sessions ──────────────────────────────────────────────────────────────────────────────
+    # ── requests ──────────────────────────────────────────────────────────────────────────────
 
-    def cancel(self, session: GatewaySession, by: str) -> None:
-        """The client of a session does not want it any more; a no-op after its end."""
-        if self._sessions.pop(session.key, None) is None:
+    def _enter(
+        self, number: int, generation: Generation, keys: Iterable[SequenceKey], opened: float
+    ) -> OpenRequest:
+        request = OpenRequest(number, generation)
+        fold = Fold(generation, self.text, self.model)
+        for key in keys:
+            choice = Choice(
+                key, generation, fold, self.metrics, request.wake, opened, logs_tokens=self._logs_tokens
+            )
+            request.choices.append(choice)
+        self._requests[number] = request
+        if generation.key:
+            self._keys[generation.key] = request
+        return request
+
+    def _forget(self, request: OpenRequest) -> None:
+        del self._requests[request.number]
+        self._keys.pop(request.generation.key, None)
+        self._grace.discard(request)
+
+    def cancel(self, request: OpenRequest, by: str) -> None:
+        """Nobody wants a request any more; a no-op after its end, but that it cannot be resumed then."""
+        if request.number not in self._requests:
             return
-        log.info("request_cancelled", request_id=session.request_id, by=by)
-        session.end("cancelled", flush=False)
-        self._apply(self.core.cancel(session.key))
+        if not request.ended:
+            log.info("request_cancelled", request_id=request.name, by=by)
+        if request.generation.resumable:
+            self._forget(request)
+        for choice in request.choices:
+            if self._choices.pop(choice.key, None) is not None:
+                choice.finish("cancelled", flush=False)
+            self._apply(self.core.cancel(choice.key))
+        self._over(request)
+
+    def leave(self, request: OpenRequest, by: str) -> None:
+        """Its reader is gone: keep what can be resumed for a while, cancel everything else."""
+        if not request.generation.resumable:
+            self.cancel(request, by)
+        elif request.number in self._requests and not request.delivered:
+            request.reader = None
+            log.info("request_left", request_id=request.name, by=by, grace_s=self._grace.seconds)
+            self._wait_for_reader(request)
+
+    def delivered(self, request: OpenRequest) -> None:
+        """Its reader has everything; what was kept for a gateway after this one is not needed any more."""
+        if request.number in self._requests:
+            request.delivered = True
+            self.core.release(choice.key for choice in request.choices)
+            self._wait_for_reader(request)
+
+    def _wait_for_reader(self, request: OpenRequest) -> None:
+        for gone in self._grace.add(request, trio.current_time()):
+            self._expire(gone, "too_many_kept")
+        self._left.set()
+
+    def _expire(self, request: OpenRequest, by: str) -> None:
+        request.reader = None
+        self.cancel(request, by)
+
+    def _over(self, request: OpenRequest) -> None:
+        """A request that cannot be resumed is forgotten at its end."""
+        if request.ended and not request.generation.resumable and request.number in self._requests:
+            self._forget(request)
 
     def _apply(self, effects: Iterable[Effect]) -> None:
         sends: list[Send] = []
@@ -288,20 +255,52 @@ class GatewayActor(Actor):
             match effect:
                 case Committed(key=key, token=token, logprobs=logprobs):
                     self._progress = trio.current_time()
-                    session = self._sessions.get(key)
-                    if session is not None and session.push(token, logprobs):
-                        del self._sessions[key]
-                        session.end("stop", flush=False)
+                    choice = self._choices.get(key)
+                    if choice is not None and choice.push(token, logprobs):
+                        self._end(choice, "stop", flush=False)
                         sends += [left for left in self.core.finish(key) if isinstance(left, Send)]
                 case Closed(key=key, reason=reason, error=error):
-                    session = self._sessions.pop(key, None)
-                    if session is not None:
-                        session.end(reason or "error", error)
+                    choice = self._choices.get(key)
+                    if choice is not None:
+                        self._end(choice, reason or "error", error)
                 case _:
                     sends.append(effect)
         self.send(sends)
-        if not self._sessions:
+        if not self._choices:
             self._idle.set()
+
+    def _end(
+        self, choice: Choice, reason: FinishReason, error: str | None = None, *, flush: bool = True
+    ) -> None:
+        del self._choices[choice.key]
+        choice.finish(reason, error, flush=flush)
+        self._over(self._requests[choice.key.request])
+
+    def _adopt(self) -> None:
+        """Take over the requests that the last incarnation left: their logs say how far they are."""
+        for number, entries in self.core.adopted.items():
+            first = entries[0]
+            generation = msgspec.structs.replace(
+                msgspec.msgpack.decode(first.record.keepsake, type=Generation),
+                prompt=tuple(first.log[: first.prompt_length]),
+                sampling=first.record.sampling,
+            )
+            keys = [entry.key for entry in entries]
+            request = self._enter(number, generation, keys, first.record.arrival)
+            for choice, entry in zip(request.choices, entries, strict=True):
+                if choice.replay(entry.log[entry.prompt_length :]):
+                    # Nobody was told of it yet, so there is nobody to be told that it is over.
+                    self.core.finish(entry.key)
+                    choice.finish("stop", flush=False)
+                elif entry.complete:
+                    choice.finish("stop" if entry.log[-1] in entry.record.stop_tokens else "length")
+                else:
+                    self._choices[entry.key] = choice
+            log.info(
+                "request_adopted", request_id=request.name, committed=len(first.log) - first.prompt_length
+            )
+            self._wait_for_reader(request)
+        self.core.adopted.clear()
 
     # ── the shell ─────────────────────────────────────────────────────────────────────────────
 
@@ -317,27 +316,39 @@ class GatewayActor(Actor):
             self.metrics, self.core.statistics, actors, self.vitals, self.model, traffic
         )
         self._exposition = Exposition(collector)
+        self._adopt()
 
     async def serve(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tell_when_drained)
+            nursery.start_soon(self._end_graces)
             if self.world.serve_door is not None:
                 await self.world.serve_door(self, self._shut_door)
                 self._door_closed.set()
 
+    async def _end_graces(self) -> None:
+        while True:
+            end = self._grace.next_end()
+            if end is None:
+                self._left = trio.Event()
+                await self._left.wait()
+                continue
+            await trio.sleep_until(end)
+            for request in self._grace.due(trio.current_time()):
+                self._expire(request, "resume_grace_over")
+
     async def _tell_when_drained(self) -> None:
         await self.draining.wait()
-        while self._sessions:
+        while self._choices:
             self._idle = trio.Event()
             await self._idle.wait()
         self.send([Send(LAUNCHER, Drained())])
 
     async def wind_down(self) -> None:
         """End what is still open with a word to its client, then close the door."""
-        for session in list(self._sessions.values()):
-            del self._sessions[session.key]
-            session.end("error", SHUT_DOWN)
-            self._apply(self.core.cancel(session.key))
+        for choice in list(self._choices.values()):
+            self._end(choice, "error", SHUT_DOWN)
+            self._apply(self.core.cancel(choice.key))
         self._shut_door.set()
         if self.world.serve_door is not None:
             await self._door_closed.wait()
@@ -369,13 +380,13 @@ class GatewayActor(Actor):
             case Place(term=term, prefill=prefill, decode=decode):
                 strangers = [str(worker) for worker in (prefill, decode) if worker not in self.members]
                 if strangers:
-                    self._sessions[message.key].placement_refused(", ".join(strangers))
+                    self._choices[message.key].placement_refused(", ".join(strangers))
                 else:
                     bound.info("request_placed", term=term + 1, prefill=str(prefill), decode=str(decode))
-                    self._sessions[message.key].placed()
+                    self._choices[message.key].placed()
             case TermAccepted(term=term):
                 bound.info("request_handed_over", term=term)
-                self._sessions[message.key].handed_over()
+                self._choices[message.key].handed_over()
             case Preempt(term=term):
                 bound.info("request_preempted", term=term)
             case SequenceLost(term=term, reason=reason, detail=detail):
@@ -383,7 +394,20 @@ class GatewayActor(Actor):
 
     def check(self) -> None:
         self.core.check()
-        assert self._sessions.keys() == {entry.key for entry in self.core.entries}, "a session leaked"
+        assert self._choices.keys() == {entry.key for entry in self.core.entries}, "a choice leaked"
+        for key, choice in self._choices.items():
+            assert choice.end is None, f"{key} has ended and is open"
+            assert choice in self._requests[key.request].choices
+        for request in self._requests.values():
+            waits = request.expires < float("inf")
+            assert waits or request.reader is not None, f"{request.name} waits for nobody"
+            assert request.generation.resumable or not request.ended, f"{request.name} is over and kept"
+        assert len(self._grace) == sum(r.expires < float("inf") for r in self._requests.values())
 
     def statistics(self) -> Statistics:
-        return self.core.statistics()
+        return {**self.core.statistics(), "requests_kept": len(self._grace)}
+
+
+def _keepsake(generation: Generation) -> bytes:
+    """What the arena has not anyway."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(generation, prompt=(), sampling=SamplingParams()))

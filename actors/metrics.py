@@ -96,6 +96,7 @@ class RequestMetrics:
         self._prompt_tokens = 0
         self._ends: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
+        self._resumed = 0
 
     def first_token(self, seconds: float, prompt_tokens: int) -> None:
         """The first token was committed so long after the admission: the prompt has been processed."""
@@ -111,6 +112,10 @@ class RequestMetrics:
     def refused(self, reason: str) -> None:
         """A request was not admitted."""
         self._refused[reason] += 1
+
+    def resumed(self) -> None:
+        """A client came back for a request."""
+        self._resumed += 1
 
     def families(self) -> Iterator[Metric]:
         """Everything observed so far."""
@@ -134,6 +139,7 @@ class RequestMetrics:
             success.add_metric((reason,), self._ends[reason])
         yield success
         yield _counter("request_cancelled", "Requests that their client gave up.", self._ends["cancelled"])
+        yield _counter("request_resumed", "Requests that a client came back for.", self._resumed)
         yield _counter("request_failed", "Requests that ended with an error.", self._ends["error"])
         refused = CounterMetricFamily(
             f"{PREFIX}request_refused", "Requests not admitted.", labels=("reason",)

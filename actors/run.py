@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +36,23 @@ T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 HIGH_WATER_MARK = 10_000
+
+
+class HostClock(trio.abc.Clock):
+    """The host's monotonic clock as it is: all actors tell the same time.
+
+    trio's own begins at a random moment, so the arrivals at two gateways, or at two incarnations of
+    one, could not be compared.
+    """
+
+    def start_clock(self) -> None:
+        """It runs."""
+
+    def current_time(self) -> float:
+        return time.monotonic()
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        return deadline - self.current_time()
 
 
 def die_with(launcher_pid: int) -> None:
@@ -143,7 +161,7 @@ def main() -> int:
     open_log(Path(boot.run_dir) / "logs" / f"{boot.name}.jsonl", boot.topology.launch.log_level)
     log = structlog.get_logger().bind(actor=boot.name, epoch=boot.epoch)
     try:
-        trio.run(live, boot)
+        trio.run(live, boot, clock=HostClock())
     except BaseException as raised:
         error = first_cause(raised)
         if not isinstance(error, EstafetError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 EPOCH_BITS = 24
 COUNTER_BITS = 32
 MAX_EPOCH = (1 << EPOCH_BITS) - 1
+_REQUEST_NAME = re.compile(r"req-([0-9a-f]{16})")
 
 
 class Incarnation(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
@@ -48,3 +51,9 @@ def owner_of(request: int) -> tuple[int, int]:
 def request_name(request: int) -> str:
     """How logs and clients write a request id."""
     return f"req-{request:016x}"
+
+
+def parse_request_name(name: str) -> int | None:
+    """The request that a name means, or None when it means none."""
+    found = _REQUEST_NAME.fullmatch(name)
+    return None if found is None else int(found[1], 16)

@@ -172,8 +172,11 @@ class TokenLogArena:
     """
 
     HEADER_WORDS = 8
-    PARAMETER_BYTES = 8192
-    """300 biases and 64 stop tokens take 5 KiB at most."""
+    PARAMETER_BYTES = 32768
+    """300 biases and 64 stop tokens take 5 KiB at most, four stop strings 16, a ticket and a key 1.
+
+    Memory that nobody writes costs nothing.
+    """
 
     def __init__(self, buffer: memoryview, slots: int, capacity: int) -> None:
         self.slots = slots

@@ -13,6 +13,12 @@ wants any more, whichever message about it was lost or late, is dropped the firs
 
 Losing a worker loses no token: the request waits again with its whole log, and since a sampled
 token is a pure function of the log, the next worker goes on with the same bits.
+
+Losing the gateway loses none either. A request with a *keepsake* (what its door needs to go on) is
+taken over by the next incarnation as if its worker had been lost: its logs are in the arena. Its
+slots stay when it has ended, until `release` says that its client has everything:
+
+    slots = free + open + kept
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ from engine.messages import (
 from engine.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from engine.ids import Incarnation
     from engine.layout import TokenLogArena
@@ -73,6 +79,11 @@ class AdmissionRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     arrival: float
     min_tokens: int = 0
     logprobs: int | None = None
+    client: str = ""
+    priority: int = 0
+    choices: int = 1
+    keepsake: bytes = b""
+    """What the door needs to go on with it; without one a request dies with its gateway."""
 
 
 class Committed(NamedTuple):
@@ -119,6 +130,12 @@ class Entry:
     excluding: set[Incarnation] = field(default_factory=set)
     """Workers that it was placed with and that this gateway did not know."""
 
+    @property
+    def complete(self) -> bool:
+        """Its last token ended it, as a worker would say."""
+        last = self.log[-1] if len(self.log) > self.prompt_length else None
+        return last in self.record.stop_tokens or len(self.log) >= self.record.limit
+
 
 class Ledger:
     """All open requests of one incarnation of a gateway."""
@@ -130,17 +147,17 @@ class Ledger:
         self._free_slots = list(reversed(slots))
         self._slots = len(slots)
         self._entries: dict[SequenceKey, Entry] = {}
+        self._kept: dict[SequenceKey, int] = {}
         self._alive: set[Incarnation] = set()
         self._counter = 0
         self.orphans = 0
         self.committed = 0
         self.stale = 0
         self.replacements = 0
-        for slot in slots:
-            # The clients of the last incarnation are gone with their connections.
-            if arena.read(slot) is not None:
-                arena.close(slot)
-                self.orphans += 1
+        self.adopted: dict[int, list[Entry]] = {}
+        """Requests of an earlier incarnation that go on, and their choices in order; to be taken once."""
+        self._adopt(slots)
+        self.adoptions = len(self.adopted)
 
     # ── from the doors ────────────────────────────────────────────────────────────────────────
 
@@ -152,31 +169,84 @@ class Ledger:
         sampling: SamplingParams,
         now: float,
         *,
+        n: int = 1,
         min_tokens: int = 0,
         logprobs: int | None = None,
-    ) -> tuple[SequenceKey, list[Effect]]:
-        """Open the log of a new request and submit it.
+        client: str = "",
+        priority: int = 0,
+        keepsake: bytes = b"",
+    ) -> tuple[tuple[SequenceKey, ...], list[Effect]]:
+        """Open the logs of a new request's choices, from the index that `sampling` has on, and submit them.
 
-        LedgerFull when there is no slot; ValueError when it does not fit one.
+        LedgerFull when there are not enough slots; ValueError when it does not fit one.
         """
         if not 0 < len(prompt) < limit <= self.arena.capacity:
             raise ValueError(f"{len(prompt)} prompt tokens, {limit} in all, room for {self.arena.capacity}")
-        if not self._free_slots:
+        if n > len(self._free_slots):
             raise LedgerFull
+        request = pack_request(self.ordinal, self.me.epoch, self._counter + 1)
+        opened = []
+        for choice in range(sampling.choice, sampling.choice + n):
+            of_choice = msgspec.structs.replace(sampling, choice=choice)
+            record = AdmissionRecord(
+                limit, stop_tokens, of_choice, now, min_tokens, logprobs, client, priority, n, keepsake
+            )
+            slot = self._free_slots[-1]
+            self.arena.open(slot, request, choice, prompt, msgspec.msgpack.encode(record))
+            self._free_slots.pop()
+            entry = Entry(SequenceKey(request, choice), slot, record, list(prompt), len(prompt))
+            self._entries[entry.key] = entry
+            opened.append(entry)
         self._counter += 1
-        key = SequenceKey(pack_request(self.ordinal, self.me.epoch, self._counter), sampling.choice)
-        record = AdmissionRecord(limit, stop_tokens, sampling, now, min_tokens, logprobs)
-        slot = self._free_slots[-1]
-        self.arena.open(slot, key.request, key.choice, prompt, msgspec.msgpack.encode(record))
-        self._free_slots.pop()
-        entry = Entry(key, slot, record, list(prompt), len(prompt))
-        self._entries[key] = entry
-        return key, [self._fact(entry)]
+        return tuple(entry.key for entry in opened), [self._fact(entry) for entry in opened]
+
+    def release(self, keys: Iterable[SequenceKey]) -> None:
+        """Let go of the logs of choices that have ended: their client has everything, or nobody wants it."""
+        for key in keys:
+            slot = self._kept.pop(key, None)
+            if slot is not None:
+                self._free(slot)
+
+    def _adopt(self, slots: range) -> None:
+        """Take over what the last incarnation left in the arena and somebody may come back for."""
+        found: dict[int, list[Entry]] = {}
+        for slot in slots:
+            record = self.arena.read(slot)
+            if record is None:
+                continue
+            admitted = msgspec.msgpack.decode(record.parameters, type=AdmissionRecord)
+            key = SequenceKey(record.request, record.choice)
+            # Whoever held it, in the term that the arena has or in the next one, holds it no more.
+            entry = Entry(
+                key, slot, admitted, list(record.tokens), record.prompt_length, term=record.term + 2
+            )
+            found.setdefault(record.request, []).append(entry)
+        for request, entries in found.items():
+            entries.sort(key=lambda entry: entry.key)
+            whole = len(entries) == entries[0].record.choices
+            if not (entries[0].record.keepsake and whole):
+                # The client is gone with its connection, or never heard that it was admitted.
+                for entry in entries:
+                    self.arena.close(entry.slot)
+                    self.orphans += 1
+                continue
+            self.adopted[request] = entries
+            for entry in entries:
+                self.arena.set_term(entry.slot, entry.term)
+                if entry.complete:
+                    entry.state = RequestState.ENDED
+                    self._kept[entry.key] = entry.slot
+                else:
+                    self._entries[entry.key] = entry
+        taken = {entry.slot for entries in self.adopted.values() for entry in entries}
+        self._free_slots = [slot for slot in self._free_slots if slot not in taken]
 
     def cancel(self, key: SequenceKey) -> list[Effect]:
-        """The client does not want it any more; nothing when it has ended already."""
+        """The client does not want it any more, also when it has ended already."""
         entry = self._entries.get(key)
-        return [] if entry is None else self._end(entry, RequestEvent.CANCELLED)
+        effects = [] if entry is None else self._end(entry, RequestEvent.CANCELLED)
+        self.release([key])
+        return effects
 
     def finish(self, key: SequenceKey) -> list[Effect]:
         """The text is complete (a stop string was hit), though the worker would go on."""
@@ -256,6 +326,8 @@ class Ledger:
             entry.prompt_length,
             record.min_tokens,
             record.logprobs,
+            record.client,
+            record.priority,
         )
         return [Send(message.prefill, StartPrefill(entry.term, spec, message.decode))]
 
@@ -330,13 +402,19 @@ class Ledger:
         return [*self._end(entry, RequestEvent.FAILED), Closed(entry.key, None, error)]
 
     def _end(self, entry: Entry, event: RequestEvent) -> list[Effect]:
-        """Close the log; whoever may still hold a sequence of it drops it."""
+        """Close the log, or keep it until its client has everything; whoever may hold a sequence drops it."""
         effects = self._cancels(entry)
         entry.state = advance(REQUEST, entry.state, event)
         del self._entries[entry.key]
-        self.arena.close(entry.slot)
-        self._free_slots.append(entry.slot)
+        if entry.record.keepsake:
+            self._kept[entry.key] = entry.slot
+        else:
+            self._free(entry.slot)
         return [*effects, Send("scheduler", RequestEnded(entry.key, entry.term))]
+
+    def _free(self, slot: int) -> None:
+        self.arena.close(slot)
+        self._free_slots.append(slot)
 
     def _cancels(self, entry: Entry) -> list[Effect]:
         # The term that was granted ahead to the decode worker is cancelled too.
@@ -360,6 +438,8 @@ class Ledger:
                 entry.prefill,
                 entry.decode,
                 tuple(sorted(entry.excluding)),
+                entry.record.client,
+                entry.record.priority,
             ),
         )
 
@@ -376,7 +456,9 @@ class Ledger:
         return tuple(self._entries.values())
 
     def check(self) -> None:
-        assert len(self._entries) + len(self._free_slots) == self._slots, "a log slot leaked"
+        slots = len(self._entries) + len(self._kept) + len(self._free_slots)
+        assert slots == self._slots, "a log slot leaked"
+        assert not self._entries.keys() & self._kept.keys(), "an open request is kept as one that has ended"
         for key, entry in self._entries.items():
             record = self.arena.read(entry.slot)
             assert record is not None
@@ -395,8 +477,10 @@ class Ledger:
             "requests_prefilling": states.count(RequestState.PREFILLING),
             "requests_decoding": states.count(RequestState.DECODING),
             "log_slots_free": len(self._free_slots),
+            "log_slots_kept": len(self._kept),
             "tokens_committed": self.committed,
             "stale_terms": self.stale,
             "replacements": self.replacements,
             "requests_orphaned": self.orphans,
+            "requests_adopted": self.adoptions,
         }

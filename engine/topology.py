@@ -64,6 +64,10 @@ class GatewayTable(_Table, frozen=True):
     max_open: Count = 256
     """Requests that may be open at once; one more is answered 429."""
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 1 << 20
+    resume_grace_s: Seconds = 30.0
+    """For so long a resumable request is kept when its client is gone."""
+    resume_most: Count = 256
+    """Requests of one client that are kept so; of more, the oldest goes."""
 
 
 class WorkerTable(_Table, frozen=True, kw_only=True):

@@ -202,7 +202,7 @@ class World:
         if self.gateway is None or len(self.open) == SLOTS:
             return None
         self.now += 1.0
-        key, effects = self.gateway.open(prompt, limit, (STOP_TOKEN,), GREEDY, self.now)
+        (key,), effects = self.gateway.open(prompt, limit, (STOP_TOKEN,), GREEDY, self.now)
         self.open[key] = (prompt, limit)
         self.logs[key] = list(prompt)
         self._act(self.alive["gateway"], effects)  # type: ignore[arg-type]
