@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.core import Send
 from engine.ids import Incarnation, SequenceKey
 from engine.layout import Owner, PageTable
-from engine.lifecycle import PageState
+from engine.lifecycle import PageState, SequenceState
 from engine.messages import (
     Cancel,
     Drain,
@@ -44,7 +44,7 @@ from engine.sampling import GREEDY
 from engine.worker import Worker, WorkerLimits
 
 if TYPE_CHECKING:
-    from engine.batching import Plan
+    from engine.batching import Plan, Sequence
     from engine.shapes import PageRef
 
 PAGE = 4
@@ -66,10 +66,13 @@ def member(incarnation: Incarnation) -> Member:
     return Member(incarnation.name, KINDS[incarnation.name], 0, incarnation.epoch, "", True)  # type: ignore[arg-type]
 
 
-def spec_of(number: int, length: int, limit: int = 100) -> SequenceSpec:
-    log = tuple(range(length))
+def spec_of(
+    number: int, length: int, limit: int = 100, *, choice: int = 0, more: tuple[int, ...] = ()
+) -> SequenceSpec:
+    """A choice with a prompt of that length, and with `more` tokens if it had begun elsewhere."""
+    log = (*range(length), *more)
     return SequenceSpec(
-        SequenceKey(number, 0), FRONT, float(number), log, limit, (STOP_TOKEN,), GREEDY, len(log)
+        SequenceKey(number, choice), FRONT, float(number), log, limit, (STOP_TOKEN,), GREEDY, length
     )
 
 
@@ -138,9 +141,18 @@ class Desk:
         return self.act(self.core.handle(source, message, 0.0))  # type: ignore[arg-type]
 
     def start(
-        self, number: int = 1, length: int = 6, *, term: int = 1, decode: Incarnation = ME, limit: int = 100
+        self,
+        number: int = 1,
+        length: int = 6,
+        *,
+        term: int = 1,
+        decode: Incarnation = ME,
+        limit: int = 100,
+        choice: int = 0,
+        more: tuple[int, ...] = (),
     ) -> list[Send]:
-        return self.tell(FRONT, StartPrefill(term, spec_of(number, length, limit), decode))
+        spec = spec_of(number, length, limit, choice=choice, more=more)
+        return self.tell(FRONT, StartPrefill(term, spec, decode))
 
     def hand_over(self, number: int = 1, length: int = 6, *, term: int = 2, limit: int = 100) -> list[Send]:
         pages = self.filled_by_other(number, length - 1, term - 1)
@@ -164,6 +176,11 @@ class Desk:
             if plan is not None:
                 return self.complete(plan, token)
         raise AssertionError("nothing to compute")
+
+    def sequence(self, choice: int) -> Sequence:
+        """What is here of a choice of request 1."""
+        [found] = [s for s in self.core.sequences if s.key == SequenceKey(1, choice)]
+        return found
 
     def all_is_released(self) -> None:
         """Idle, it holds nothing, and everything it ever had went back or on, once."""
@@ -514,6 +531,192 @@ def test_the_death_of_its_gateway_ends_a_sequence() -> None:
     desk.all_is_released()
 
 
+# ── choices of one request ────────────────────────────────────────────────────────────────────
+
+
+def decoding(role: str = "decode", length: int = 11, *, supply: bool = True) -> Desk:
+    """A desk where choice 0 of request 1 decodes."""
+    desk = Desk(role, supply=supply, step_tokens=12)
+    desk.hand_over(length=length)
+    if supply:
+        desk.grant(8)
+    return desk
+
+
+@pytest.mark.parametrize("role", ["decode", "both"])
+def test_a_choice_shares_the_full_pages_of_a_sibling_that_decodes(role: str) -> None:
+    """Also where there are no prefill slots: its first slice fills what is left, and samples."""
+    desk = decoding(role)
+    assert desk.start(length=11, choice=1) == [Send(FRONT, TermAccepted(SequenceKey(1, 1), 2))]
+    sibling, choice = desk.sequence(0), desk.sequence(1)
+    assert choice.pages == sibling.pages[:2]
+    assert (choice.state, choice.computed) == (SequenceState.DECODE, 8)
+    figures = desk.core.statistics()
+    assert (figures["pages_used"], figures["pages_shared"], figures["positions_shared"]) == (3, 2, 8)
+    plan = desk.plan()
+    assert plan is not None
+    assert [(p.sequence.key.choice, p.start, p.length, p.samples) for p in plan.slices] == [
+        (0, 10, 1, True),
+        (1, 8, 3, True),
+    ]
+    [step] = sent(desk.complete(plan), StepTokens)
+    assert isinstance(step, StepTokens)
+    assert [(row.key.choice, row.term, row.position) for row in step.rows] == [(0, 2, 11), (1, 2, 11)]
+    assert choice.pages[2] != sibling.pages[2], "what is still written is its own"
+    desk.step(STOP_TOKEN)
+    desk.all_is_released()
+
+
+@pytest.mark.parametrize(("length", "shared"), [(1, 0), (PAGE, 0), (PAGE + 1, 1), (3 * PAGE, 2), (13, 3)])
+@pytest.mark.parametrize("ahead", [0, 5])
+def test_what_is_shared_ends_before_the_row_that_samples(length: int, shared: int, ahead: int) -> None:
+    """However far ahead the sibling is."""
+    desk = decoding(length=length)
+    for _ in range(ahead):
+        desk.step()
+    desk.start(length=length, choice=1)
+    choice = desk.sequence(1)
+    assert choice.state is SequenceState.DECODE
+    assert (len(choice.pages), choice.computed) == (shared, shared * PAGE)
+    desk.step(STOP_TOKEN)
+    desk.all_is_released()
+
+
+def test_a_choice_without_a_sibling_that_decodes_here_is_filled_or_refused() -> None:
+    desk = decoding()
+    desk.hand_over(2, 11)
+    [lost] = sent(desk.start(3, 11, choice=1), SequenceLost)
+    assert isinstance(lost, SequenceLost)
+    assert lost.reason == "refused"
+    assert sent(desk.start(length=12, choice=1), SequenceLost), "the same request, with another prompt"
+    desk = Desk()
+    desk.start(length=11)
+    assert desk.start(length=11, choice=1) == []
+    assert desk.sequence(1).state is SequenceState.PREFILL
+    assert desk.sequence(1).pages == []
+
+
+def test_a_choice_that_decodes_elsewhere_is_filled_with_pages_of_its_own() -> None:
+    """So that no page is handed over that somebody here still reads."""
+    desk = decoding("both")
+    desk.start(length=11, choice=1, decode=OTHER)
+    assert desk.sequence(1).pages == []
+    desk.start(length=11, choice=2, more=(5,) * 9)
+    desk.sequence(2).decode = OTHER
+    desk.step()
+    with pytest.raises(AssertionError, match="a sibling here reads"):
+        desk.step()
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+@pytest.mark.parametrize("running", [False, True])
+def test_a_shared_page_is_released_by_the_last_who_reads_it(last: int, running: bool) -> None:
+    desk = decoding()
+    for choice in (1, 2):
+        desk.start(length=11, choice=choice)
+    shared = set(desk.sequence(0).pages[:2])
+    desk.step()
+    plan = desk.plan() if running else None
+    for choice in {0, 1, 2} - {last}:
+        desk.tell(FRONT, Cancel(SequenceKey(1, choice), 9))
+    if plan is not None:
+        desk.complete(plan)
+    assert desk.core.statistics()["pages_shared"] == 0
+    assert shared.isdisjoint(desk.freed)
+    plan = desk.plan()
+    assert plan is not None
+    desk.tell(FRONT, Cancel(SequenceKey(1, last), 9))
+    assert shared.isdisjoint(desk.freed), "its step reads them"
+    desk.complete(plan)
+    assert shared <= set(desk.freed)
+    desk.all_is_released()
+
+
+def test_a_fault_of_one_choice_leaves_the_pages_to_the_others() -> None:
+    desk = decoding()
+    desk.start(length=11, choice=1)
+    plan = desk.plan()
+    assert plan is not None
+    sends = desk.act(desk.core.complete(plan, [-1, 7], 0.0))
+    assert [lost.key.choice for lost in sent(sends, SequenceLost)] == [0]  # type: ignore[attr-defined]
+    assert set(desk.sequence(1).pages).isdisjoint(desk.freed)
+    desk.step(STOP_TOKEN)
+    desk.all_is_released()
+
+
+def test_the_death_of_the_gateway_releases_shared_pages_once() -> None:
+    desk = decoding()
+    desk.start(length=11, choice=1)
+    plan = desk.plan()
+    assert plan is not None
+    desk.start(length=11, choice=2)
+    desk.peers([], [FRONT])
+    desk.complete(plan)
+    desk.all_is_released()
+
+
+def test_a_page_that_is_being_filled_is_not_shared() -> None:
+    desk = decoding(length=8)
+    desk.start(length=8, choice=1)
+    plan = desk.plan()
+    assert plan is not None
+    assert [(piece.start, piece.length) for piece in plan.slices] == [(7, 1), (4, 4)]
+    desk.start(length=8, choice=2, more=(3, 3))
+    assert desk.sequence(2).pages == desk.sequence(0).pages[:1]
+    desk.complete(plan)
+    desk.start(length=8, choice=3, more=(3, 3))
+    assert desk.sequence(3).pages == desk.sequence(0).pages[:2]
+
+
+def test_a_choice_that_comes_back_shares_what_is_equal_and_is_filled_in_its_turn() -> None:
+    """It had generated 9 tokens; of the sibling's 9 the first 2 are the same."""
+    desk = decoding("both", length=6)
+    for token in (3, 3, 4, 4, 4, 4, 4, 4, 4):
+        desk.step(token)
+    assert desk.start(length=6, choice=1, more=(3, 3, 5, 5, 5, 5, 5, 5, 5), term=7) == []
+    choice = desk.sequence(1)
+    assert choice.pages == desk.sequence(0).pages[:2]
+    assert (choice.state, choice.computed, choice.behind) == (SequenceState.PREFILL, 8, 6)
+    accepted = [*sent(desk.step(), TermAccepted), *sent(desk.step(), TermAccepted)]
+    assert accepted == [TermAccepted(SequenceKey(1, 1), 8)]
+    assert choice.pages[:2] == desk.sequence(0).pages[:2]
+    desk.start(length=6, choice=2, more=(3, 3, 4, 4, 4, 4, 4, 4, 4), term=7)
+    assert desk.sequence(2).pages == desk.sequence(0).pages[:3]
+    desk.start(length=6, choice=3, more=(3, 3, 5, 5, 5, 5, 5), term=7)
+    assert desk.sequence(3).pages == choice.pages[:3], "of two siblings, the one with more in common"
+    desk.step(STOP_TOKEN)
+    desk.all_is_released()
+
+
+def test_a_choice_that_gives_way_with_shared_pages_only_says_that_it_gave_nothing() -> None:
+    """The allocator waits for what is given back; without a word it would wait for ever."""
+    desk = decoding(length=13, supply=False)
+    desk.start(length=13, choice=1)
+    plan, sends = desk.core.plan()
+    assert plan is None
+    want = sent(sends, LeaseWanted)
+    assert want == [LeaseWanted(0, 2 + 2, 2)]
+    desk.start(length=13, choice=2)
+    assert desk.tell(FRONT, Cancel(SequenceKey(1, 2), 9)) == []
+    _, sends = desk.core.plan()
+    assert sent(sends, LeaseWanted) == want, "said again"
+
+
+def test_a_new_allocator_hears_of_a_shared_page_once() -> None:
+    desk = decoding()
+    desk.start(length=11, choice=1)
+    desk.step()
+    [held] = sent(desk.peers([Incarnation("allocator", 2)], [ALLOCATOR]), PagesHeld)
+    assert isinstance(held, PagesHeld)
+    assert len(held.used) == len(set(held.used)) == 4
+    assert set(held.used) == {*desk.sequence(0).pages, *desk.sequence(1).pages}
+    desk.tell(FRONT, Cancel(KEY, 9))
+    shared = tuple(desk.sequence(1).pages[:2])
+    assert desk.tell(ALLOCATOR, PagesDoubted(shared)) == []
+    desk.step(STOP_TOKEN)
+    desk.all_is_released()
+
+
 # ── leases ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -589,13 +792,19 @@ def test_what_is_the_shells_own_changes_nothing(message: Drain | Stop | Roster) 
 
 
 class Machine(RuleBasedStateMachine):
-    """Prefills, hand-overs in both directions, cancels, faults, deaths and recalls around running steps."""
+    """Prefills, hand-overs in both directions, choices that share pages, cancels, faults, deaths and
+    recalls around running steps.
+
+    The model of who holds what is a naive one: the block tables themselves.
+    """
 
     @initialize(role=st.sampled_from(["prefill", "decode", "both"]), step_tokens=st.integers(1, 12))
     def begin(self, role: str, step_tokens: int) -> None:
         self.desk = Desk(role, step_tokens=step_tokens)
         self.role = role
         self.number = 0
+        self.term = 10
+        self.lengths: dict[int, int] = {}
         self.running: Plan | None = None
         self.offers: dict[tuple[SequenceKey, int], HandOver] = {}
         self.positions: dict[tuple[SequenceKey, int], int] = {}
@@ -617,14 +826,38 @@ class Machine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 14), here=st.booleans())
     def start(self, length: int, here: bool) -> None:
         self.number += 1
+        self.lengths[self.number] = length
         decode = ME if here and self.role == "both" else OTHER
         self.note(self.desk.start(self.number, length, decode=decode, limit=length + 4))
 
-    @rule(length=st.integers(1, 10))
-    def receive(self, length: int) -> None:
+    @rule(length=st.integers(1, 14), choices=st.integers(1, 4))
+    def receive(self, length: int, choices: int) -> None:
+        """A hand-over, and further choices of its request."""
         if self.other_alive:
             self.number += 1
+            self.lengths[self.number] = length
             self.note(self.desk.hand_over(self.number, length, limit=length + 4))
+            if self.role != "prefill":
+                for choice in range(1, choices):
+                    self.start_choice(self.number, choice, ())
+
+    @precondition(lambda self: self.number and self.role != "prefill")
+    @rule(data=st.data(), choice=st.integers(0, 3), more=st.lists(st.sampled_from([3, 3, 3, 4]), max_size=9))
+    def choice_comes_again(self, data: st.DataObject, choice: int, more: list[int]) -> None:
+        """With or without tokens of its own, and also while it is still here in an older term."""
+        self.start_choice(data.draw(st.integers(1, self.number)), choice, tuple(more))
+
+    def start_choice(self, number: int, choice: int, more: tuple[int, ...]) -> None:
+        self.term += 2
+        length = self.lengths[number]
+        before = {page for sequence in self.desk.core.sequences for page in sequence.pages}
+        limit = length + len(more) + 4
+        sends = self.desk.start(number, length, choice=choice, more=more, term=self.term, limit=limit)
+        self.note(sends)
+        for sequence in self.desk.core.sequences:
+            if sequence.term >= self.term:
+                assert before.issuperset(sequence.pages), "it shares what was here, or nothing"
+                assert len(sequence.pages) * PAGE == sequence.computed < len(sequence.log)
 
     @rule()
     def plan(self) -> None:
@@ -632,6 +865,14 @@ class Machine(RuleBasedStateMachine):
             self.running = self.desk.plan()
             if self.running is not None:
                 assert 0 < self.running.rows <= self.desk.core.limits.step_tokens
+
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def steps(self, data: st.DataObject, count: int) -> None:
+        """Some steps at once: by single rules few sequences would come far."""
+        for _ in range(count):
+            if self.running is not None:
+                self.complete(data)
+            self.plan()
 
     @precondition(lambda self: self.running is not None)
     @rule(data=st.data())
@@ -644,10 +885,10 @@ class Machine(RuleBasedStateMachine):
         self.note(self.desk.act(self.desk.core.complete(plan, tokens, 0.0)))
 
     @precondition(lambda self: self.number)
-    @rule(data=st.data(), term=st.integers(0, 4))
-    def cancel(self, data: st.DataObject, term: int) -> None:
+    @rule(data=st.data(), term=st.sampled_from([0, 1, 2, 3, 4, 999]), choice=st.integers(0, 3))
+    def cancel(self, data: st.DataObject, term: int, choice: int) -> None:
         number = data.draw(st.integers(1, self.number))
-        self.note(self.desk.tell(FRONT, Cancel(SequenceKey(number, 0), term)))
+        self.note(self.desk.tell(FRONT, Cancel(SequenceKey(number, choice), term)))
 
     @precondition(lambda self: self.offers and self.other_alive)
     @rule(data=st.data(), accept=st.booleans())
@@ -693,7 +934,11 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def it_is_sound(self) -> None:
         if hasattr(self, "desk"):
-            self.desk.core.check()
+            desk = self.desk
+            desk.core.check()
+            used = {page for sequence in desk.core.sequences for page in sequence.pages}
+            owned = (desk.granted | desk.adopted) - set(desk.freed) - desk.passed_on
+            assert {*used, *desk.core.lease.held()} == owned, "a page leaked, or was released too early"
 
     def teardown(self) -> None:
         """When all is answered and cancelled, every page went back or on, once."""
@@ -702,7 +947,8 @@ class Machine(RuleBasedStateMachine):
         if self.running is not None:
             self.note(self.desk.complete(self.running))
         for number in range(1, self.number + 1):
-            self.note(self.desk.tell(FRONT, Cancel(SequenceKey(number, 0), 99)))
+            for choice in range(4):
+                self.note(self.desk.tell(FRONT, Cancel(SequenceKey(number, choice), 999)))
         for key, term in list(self.offers):
             self.desk.tell(OTHER, HandOverRefused(key, term, "x"))
         self.desk.all_is_released()
