@@ -18,7 +18,13 @@ and costs no more than its length. With `window` a client takes at most so many 
 gateway sends while the number of deltas sent is below what the client granted. The grant is absolute
 (`credit.upto`), so that saying it twice, or losing one of two, is harmless. A browser, whose WebSocket has no
 back-pressure of its own, and a ZeroMQ client, whose socket is shared, need it; a plain WebSocket client
-may leave it to TCP.
+may leave it to TCP. An `end` needs no credit.
+
+**Errors.** An error with a `stream` is that stream's terminal message. One without speaks of a message
+that began nothing and ended nothing: it was none (code "invalid_message"), its stream's name is in use
+("stream_in_use"; the open stream goes on), or a cancel or credit named a stream that is not open
+("unknown_stream"; no fault when it crossed the end). A stream whose request another connection has
+resumed ends with "superseded". The other codes are HTTP's.
 """
 
 from __future__ import annotations
@@ -46,7 +52,10 @@ class StreamMessage(
 
 
 class Create(StreamMessage, frozen=True, tag="create"):
-    """Ask for something, as a body of /v1/chat/completions or /v1/completions does (but for `stream`)."""
+    """Ask for something, as a body of /v1/chat/completions or /v1/completions does.
+
+    `stream` and `stream_options` are of no use in it, and `stream: false` and `echo` are refused.
+    """
 
     stream: StreamName
     endpoint: Endpoint
@@ -76,7 +85,10 @@ class Credit(StreamMessage, frozen=True, tag="credit"):
 
 
 class Cancel(StreamMessage, frozen=True, tag="cancel"):
-    """Nobody wants it any more: an `end` with the reason "cancelled" follows, unless it has ended."""
+    """Nobody wants it any more: an `end` with the reason "cancelled" follows, unless it has ended.
+
+    One `end` a choice; one alone, without an `opened` before it, where the request was not accepted yet.
+    """
 
     stream: StreamName
 
@@ -151,7 +163,7 @@ class StreamError(msgspec.Struct, frozen=True):
 
 
 class Failed(StreamMessage, frozen=True, tag="error"):
-    """A message could not be followed: its stream is over; without a stream, the message was none."""
+    """A message could not be followed: its stream is over; without a stream, it concerns none."""
 
     error: StreamError
     stream: str | None = None
