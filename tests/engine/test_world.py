@@ -21,7 +21,7 @@ ROLES = {
 def test_requests_end_with_the_expected_tokens(topology: str) -> None:
     world = World(ROLES[topology], pages=40)
     for length in (1, 2, 4, 5, 9, 17):
-        assert world.submit(tuple(range(100, 100 + length)), length + 12) is not None
+        assert world.submit(tuple(range(100, 100 + length)), length + 12)
     world.settle()
     assert not world.failures
     assert len(world.logs) == 6
@@ -31,19 +31,20 @@ def test_requests_end_with_the_expected_tokens(topology: str) -> None:
 def test_a_pool_that_is_too_small_for_all_preempts_and_ends(topology: str) -> None:
     world = World(ROLES[topology], pages=8)
     for n in range(8):
-        assert world.submit((n, n + 1, n + 2), 26) is not None
+        assert world.submit((n, n + 1, n + 2), 26)
     world.settle()
     assert not world.failures
     scheduler = world.alive["scheduler"].core.statistics()
     assert scheduler["preemptions"] > 0
 
 
-@pytest.mark.parametrize("victim", ["scheduler", "allocator", "prefill", "decode"])
+@pytest.mark.parametrize("victim", ["scheduler", "allocator", "gateway", "prefill", "decode"])
 @pytest.mark.parametrize("moment", range(0, 60, 3))
 def test_any_actor_may_die_at_any_moment(victim: str, moment: int) -> None:
-    """No request is lost and no token changes when an actor other than the gateway dies."""
+    """No request is lost and no token changes, not even of the gateway's own when somebody may resume it."""
     world = World(ROLES["local"], pages=40)
-    keys = [world.submit((n, n + 1, n + 2, n + 3, n + 4), 20) for n in range(3)]
+    prompts = [(n, n + 1, n + 2, n + 3, n + 4) for n in range(3)]
+    keys = [world.submit(prompt, 20, n=n + 1, keepsake=b"kept") for n, prompt in enumerate(prompts)]
     order = random.Random(moment)
     for _ in range(moment * 4):
         choices = world.deliverable()
@@ -57,9 +58,9 @@ def test_any_actor_may_die_at_any_moment(victim: str, moment: int) -> None:
     world.check()
     world.settle()
     assert not world.failures
-    for n, key in enumerate(keys):
-        assert key is not None
-        assert world.logs[key] == expected((n, n + 1, n + 2, n + 3, n + 4), 20)
+    for prompt, choices in zip(prompts, keys, strict=True):
+        for key in choices:
+            assert world.logs[key] == expected(prompt, 20, key.choice)
 
 
 @pytest.mark.parametrize("topology", ROLES)
@@ -73,7 +74,14 @@ def test_a_pool_hardly_larger_than_one_request_never_stands_still(topology: str,
             chance = order.random()
             dead = sorted(set(world.names) - set(world.alive))
             if chance < 0.05:
-                world.submit(tuple(range(order.randint(1, 8))), order.randint(9, 24))
+                world.submit(
+                    tuple(range(order.randint(1, 8))),
+                    order.randint(9, 24),
+                    n=order.choice([1, 1, 2, 3, 4]),
+                    client=order.choice("ab"),
+                    priority=order.choice([0, 1]),
+                    keepsake=order.choice([b"", b"kept"]),
+                )
             elif chance < 0.06 and world.open:
                 world.cancel(order.choice(sorted(world.open)))
             elif chance < 0.07 and kills and world.alive:
@@ -95,9 +103,26 @@ class Chaos(RuleBasedStateMachine):
     def begin(self, topology: str, pages: int) -> None:
         self.world = World(ROLES[topology], pages)
 
-    @rule(length=st.integers(1, 12), more=st.integers(1, 12), first=st.integers(0, 99))
-    def submit(self, length: int, more: int, first: int) -> None:
-        self.world.submit(tuple(range(first, first + length)), length + more)
+    @rule(
+        length=st.integers(1, 12),
+        more=st.integers(1, 12),
+        first=st.integers(0, 99),
+        n=st.integers(1, 4),
+        client=st.sampled_from("abc"),
+        priority=st.integers(0, 1),
+        keepsake=st.sampled_from([b"", b"kept"]),
+    )
+    def submit(
+        self, length: int, more: int, first: int, n: int, client: str, priority: int, keepsake: bytes
+    ) -> None:
+        self.world.submit(
+            tuple(range(first, first + length)),
+            length + more,
+            n=n,
+            client=client,
+            priority=priority,
+            keepsake=keepsake,
+        )
 
     @precondition(lambda self: self.world.open)
     @rule(data=st.data())

@@ -1,8 +1,9 @@
 """All pure cores in one world without I/O: messages in queues, pages that remember what was written.
 
 The world delivers, kills and restarts in whatever order a test says. Its "model" is a hash of the
-token log as read back *from the pages*, so that a page used twice, freed too early or handed over
-wrongly changes the tokens of somebody.
+token log as read back *from the pages*, so that a page used twice, freed too early, shared or handed
+over wrongly changes the tokens of somebody, and of the index of the choice, so that a mix-up of the
+choices of one request does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from engine.allocator import Allocator
 from engine.core import Send
 from engine.ids import Incarnation, SequenceKey
 from engine.layout import PageTable, TokenLogArena
-from engine.ledger import Closed, Committed, Ledger
+from engine.ledger import Closed, Committed, Ledger, LedgerFull
 from engine.messages import Member, Roster
 from engine.sampling import GREEDY
 from engine.scheduler import Scheduler
@@ -32,17 +33,17 @@ VOCABULARY = 1000
 STOP_TOKEN = 7
 
 
-def next_token(log: list[int]) -> int:
-    """The world's model: any function of the whole log."""
-    digest = hashlib.blake2b(repr(log).encode(), digest_size=4).digest()
+def next_token(log: list[int], choice: int) -> int:
+    """The world's model: any function of the whole log and, as with a temperature, of the choice."""
+    digest = hashlib.blake2b(repr((log, choice)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
-def expected(prompt: tuple[int, ...], limit: int) -> list[int]:
-    """The log that a request must end with, whatever happens around it."""
+def expected(prompt: tuple[int, ...], limit: int, choice: int = 0) -> list[int]:
+    """The log that a choice must end with, whatever happens around it."""
     log = list(prompt)
     while len(log) < limit:
-        log.append(next_token(log))
+        log.append(next_token(log, choice))
         if log[-1] == STOP_TOKEN:
             break
     return log
@@ -98,8 +99,10 @@ class World:
         elif name == "allocator":
             core = Allocator(self.table, {n: i for i, n in enumerate(self.names)})
         elif name == "gateway":
-            self.open.clear()
             core = Ledger(me, ordinal, self.arena, range(SLOTS))
+            adopted = {entry.key: entry for entries in core.adopted.values() for entry in entries}
+            assert all(entry.log == self.logs[key] for key, entry in adopted.items())
+            self.open = {key: asked for key, asked in self.open.items() if key in adopted}
         else:
             role = self.roles[name]
             limits = WorkerLimits(
@@ -187,7 +190,8 @@ class World:
                     if effect.reason is None:
                         self.failures.append(effect)
                     else:
-                        assert self.logs[key] == expected(prompt, limit)
+                        assert self.logs[key] == expected(prompt, limit, key.choice)
+                    self._release(key.request)
 
     # ── what clients and workers do ───────────────────────────────────────────────────────────
 
@@ -197,21 +201,50 @@ class World:
         actor = self.alive.get("gateway")
         return None if actor is None else actor.core  # type: ignore[return-value]
 
-    def submit(self, prompt: tuple[int, ...], limit: int) -> SequenceKey | None:
-        """A client asks; None when nobody is there or there is no room."""
-        if self.gateway is None or len(self.open) == SLOTS:
-            return None
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        limit: int,
+        *,
+        n: int = 1,
+        client: str = "",
+        priority: int = 0,
+        keepsake: bytes = b"",
+    ) -> tuple[SequenceKey, ...]:
+        """A client asks for n choices; none when nobody is there or there is no room."""
+        if self.gateway is None:
+            return ()
         self.now += 1.0
-        (key,), effects = self.gateway.open(prompt, limit, (STOP_TOKEN,), GREEDY, self.now)
-        self.open[key] = (prompt, limit)
-        self.logs[key] = list(prompt)
+        try:
+            keys, effects = self.gateway.open(
+                prompt,
+                limit,
+                (STOP_TOKEN,),
+                GREEDY,
+                self.now,
+                n=n,
+                client=client,
+                priority=priority,
+                keepsake=keepsake,
+            )
+        except LedgerFull:
+            return ()
+        for key in keys:
+            self.open[key] = (prompt, limit)
+            self.logs[key] = list(prompt)
         self._act(self.alive["gateway"], effects)  # type: ignore[arg-type]
-        return key
+        return keys
 
     def cancel(self, key: SequenceKey) -> None:
-        """A client goes away."""
+        """A client does not want one choice any more."""
         if self.gateway is not None and self.open.pop(key, None) is not None:
             self._act(self.alive["gateway"], self.gateway.cancel(key))  # type: ignore[arg-type]
+            self._release(key.request)
+
+    def _release(self, request: int) -> None:
+        """The client has everything when all choices have ended, and not before."""
+        if self.gateway is not None and not any(key.request == request for key in self.open):
+            self.gateway.release([key for key in self.logs if key.request == request])
 
     def begin_step(self, name: str) -> bool:
         """A worker plans its next step; False when it is dead, busy or has nothing to do."""
@@ -247,7 +280,7 @@ class World:
             page = sequence.pages[position // PAGE_TOKENS]
             where, token = self.pool.get((page.index, position % PAGE_TOKENS), (-1, -1))
             log.append(token if where == position else -1)
-        return next_token(log)
+        return next_token(log, sequence.spec.sampling.choice)
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────
 
@@ -281,5 +314,7 @@ class World:
             figures = actor.core.statistics()
             for what in ("requests", "sequences", "fences_waiting"):
                 assert figures.get(what, 0) == 0, f"{name} still has {what} = {figures[what]}"
+            if name == "gateway":
+                assert figures["log_slots_free"] == SLOTS, figures
             if name == "allocator":
                 assert figures["pages_free"] + figures["pages_cached"] == self.pages, figures
