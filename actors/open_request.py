@@ -59,7 +59,7 @@ class OpenRequest:
         """From now on this one reads, from these positions on; Diverged when there is no going on."""
         if positions is not None and len(positions) != len(self.choices):
             raise Diverged(f"{len(positions)} positions for {len(self.choices)} choices")
-        places = positions or [None] * len(self.choices)
+        places: Sequence[Position | None] = positions or [None] * len(self.choices)
         rewinds = [choice.rewind(place) for choice, place in zip(self.choices, places, strict=True)]
         for take in rewinds:
             take()
