@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from actors.shell import Actor
+from engine.fairness import Fairness
 from engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ class SchedulerActor(Actor):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.core = Scheduler(self.boot.page_shape.tokens)
+        table = self.boot.topology.scheduler
+        self.core = Scheduler(self.boot.page_shape.tokens, Fairness(table.weights, table.reserve))
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
         self.send(self.core.peers(up, down, now))

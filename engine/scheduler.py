@@ -6,18 +6,26 @@ a request is placed until its gateway says that the request moved on or ended, o
 slots of a worker are an absolute number, so that no crash can leak one.
 
     placed on w (prefilling) ≤ prefill_slots(w)        placed for w (either stage) ≤ decode_slots(w)
+    placed of a client that holds slots  ⇒  as many of either kind as are reserved are still free
+    placed beside a sibling on w         ⇒  no prefill slot is taken: w has the pages of the prompt
 
-Requests go oldest first. One that does not fit now holds back those behind it, so that short ones
-cannot starve a long one.
+Clients take turns (`engine.fairness`), each with its first request. Who may not go now is passed:
+a client that holds slots when only reserved ones are left, and one whose request does not fit the
+free pages. The latter is passed a bounded number of times, then it holds back those behind it; and
+within a client nothing is passed. So short requests cannot starve a long one either way. Choices
+that wait for a sibling's prompt are not in the queue at all (`engine.siblings`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
+import msgspec
+
 from engine.core import Send, Statistics
-from engine.ids import owner_of
+from engine.fairness import BYPASSES, Claim, Fairness, FairQueue, Ticket, give_way
 from engine.messages import (
     Drain,
     Place,
@@ -30,54 +38,83 @@ from engine.messages import (
     Stop,
     WorkerFact,
 )
+from engine.siblings import Siblings
+from engine.slots import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.fairness import Client
     from engine.ids import Incarnation, SequenceKey
     from engine.messages import Member, ToScheduler
+    from engine.slots import Free
 
 
-@dataclass(slots=True)
-class Slots:
-    """A worker's slots and who is in them."""
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An open choice."""
 
-    prefill_slots: int
-    decode_slots: int
-    prefilling: set[SequenceKey] = field(default_factory=set)
-    decoding: set[SequenceKey] = field(default_factory=set)
-    """Sequences that decode here, and those that will when their prefill is done."""
+    fact: RequestFact
+    source: Incarnation
+    """The gateway that says so; it may have taken the request over from its former life."""
+    queued: bool = False
+    """It may be placed."""
+    charged: bool = False
+    """Its client has paid; what is placed again because it gave way does not pay again."""
+    beside: bool = False
+    """It was placed beside a sibling."""
+    pages: int = 0
+    """What it was expected to take when it was placed."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it holds slots."""
+        return self.fact.stage != "waiting"
+
+    @property
+    def ticket(self) -> Ticket:
+        """Its place among those of its client."""
+        return Ticket(self.fact.priority, self.fact.arrival, self.fact.key)
+
+    @property
+    def slots(self) -> tuple[Incarnation | None, Incarnation | None]:
+        """The workers of which it holds a prefill slot and a decode slot."""
+        needs_prefill = self.fact.stage == "prefilling" and not self.beside
+        return self.fact.prefill if needs_prefill else None, self.fact.decode
 
 
 class Scheduler:
     """Admission and placement over one pool of pages."""
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, fairness: Fairness | None = None) -> None:
         self.page_tokens = page_tokens
-        self._requests: dict[SequenceKey, RequestFact] = {}
-        self._gateways: dict[int, Incarnation] = {}
-        self._ordinals: dict[Incarnation, int] = {}
-        self._workers: dict[Incarnation, Slots] = {}
+        self.fairness = fairness or Fairness()
+        self._entries: dict[SequenceKey, Entry] = {}
+        self._gateways: set[Incarnation] = set()
+        self._slots = Slots()
+        self._queue = FairQueue(self.fairness)
+        self._siblings = Siblings()
         self._pool: PoolFact | None = None
+        self._stages: Counter[str] = Counter()
+        self._promised = 0
+        """Pages of those in prefill: the pool may still count them as free."""
         self._exhausted = False
         """Somebody starves, and nobody was known that could give way."""
         self.placements = 0
+        self.placements_beside = 0
         self.preemptions = 0
+        self.bypasses = 0
 
     # ── events ────────────────────────────────────────────────────────────────────────────────
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> list[Send]:
         for dead in down:
-            self._workers.pop(dead, None)
-            ordinal = self._ordinals.pop(dead, None)
-            if ordinal is not None:
-                self._gateways.pop(ordinal, None)
-                for key in [k for k in self._requests if owner_of(k.request) == (ordinal, dead.epoch)]:
-                    self._forget(key)
-        for member in up:
-            if member.kind == "gateway":
-                self._gateways[member.ordinal] = member.incarnation
-                self._ordinals[member.incarnation] = member.ordinal
+            self._slots.died(dead)
+            if dead in self._gateways:
+                self._gateways.discard(dead)
+                for entry in [entry for entry in self._entries.values() if entry.source == dead]:
+                    self._forget(entry)
+        self._gateways |= {member.incarnation for member in up if member.kind == "gateway"}
         # Requests placed on the dead stay where they are until their gateway takes them back.
         return self._place()
 
@@ -85,21 +122,21 @@ class Scheduler:
         """Take one message; the answers are placements."""
         match message:
             case RequestFact():
-                known = self._requests.get(message.key)
-                if source not in self._ordinals or (known is not None and known.term > message.term):
+                known = self._entries.get(message.key)
+                if source not in self._gateways or (known is not None and known.fact.term > message.term):
                     return []
-                self._forget(message.key)
-                self._requests[message.key] = message
-                self._occupy(message)
+                self._told(known, Entry(message, source))
                 if self._exhausted:
                     return [*self._preempt(), *self._place()]
             case RequestEnded():
-                self._forget(message.key)
+                known = self._entries.get(message.key)
+                if known is not None and known.source == source:
+                    self._forget(known)
             case WorkerFact():
-                slots = self._workers.setdefault(source, Slots(0, 0))
-                slots.prefill_slots, slots.decode_slots = message.prefill_slots, message.decode_slots
-                for fact in self._requests.values():
-                    self._occupy(fact)
+                if self._slots.offered(source, message.prefill_slots, message.decode_slots):
+                    for key, entry in self._entries.items():
+                        if entry.active:
+                            self._slots.occupy(key, *entry.slots)
             case PoolFact():
                 self._pool = message
                 self._exhausted = self._exhausted and message.free == 0
@@ -112,120 +149,213 @@ class Scheduler:
                 assert_never(message)
         return self._place()
 
+    # ── what is known ─────────────────────────────────────────────────────────────────────────
+
+    def _told(self, known: Entry | None, entry: Entry) -> None:
+        """Take what a gateway says of a choice, in place of what was known."""
+        fact = entry.fact
+        if known is not None:
+            same = (known.fact.client, known.ticket) == (fact.client, entry.ticket)
+            if same and not known.active and not entry.active:
+                # Only said again: its client keeps its turn.
+                known.fact, known.source = fact, entry.source
+                self._siblings.put(fact)
+                return
+            entry.charged = known.charged
+            entry.beside = known.beside and entry.active
+        self._slots.vacate(fact.key)
+        self._enter(entry)
+        if known is not None:
+            # After the new one came in, or its client would have left for a moment.
+            self._leave(known)
+        self._admit(fact.key.request)
+
+    def _forget(self, entry: Entry) -> None:
+        key = entry.fact.key
+        self._slots.vacate(key)
+        self._leave(entry)
+        del self._entries[key]
+        self._siblings.drop(key)
+        self._admit(key.request)
+
+    def _enter(self, entry: Entry) -> None:
+        fact = entry.fact
+        self._entries[fact.key] = entry
+        self._siblings.put(fact)
+        self._stages[fact.stage] += 1
+        if entry.active:
+            entry.pages = self._pages(fact, entry.beside)
+            self._promised += entry.pages * (fact.stage == "prefilling")
+            self._queue.hold(fact.client)
+            self._slots.occupy(fact.key, *entry.slots)
+
+    def _leave(self, entry: Entry) -> None:
+        fact = entry.fact
+        self._stages[fact.stage] -= 1
+        if entry.queued:
+            entry.queued = False
+            self._queue.withdraw(fact.client, entry.ticket)
+        if entry.active:
+            self._promised -= entry.pages * (fact.stage == "prefilling")
+            self._queue.release(fact.client)
+
+    def _admit(self, request: int) -> None:
+        """Queue the choices of a request that may be placed, and hold the others back."""
+        for key, may in self._siblings.waiting(request).items():
+            entry = self._entries[key]
+            if entry.queued != may:
+                entry.queued = may
+                change = self._queue.wait if may else self._queue.withdraw
+                change(entry.fact.client, entry.ticket)
+
     # ── placement ─────────────────────────────────────────────────────────────────────────────
 
-    def _forget(self, key: SequenceKey) -> None:
-        if self._requests.pop(key, None) is not None:
-            for slots in self._workers.values():
-                slots.prefilling.discard(key)
-                slots.decoding.discard(key)
-
-    def _occupy(self, fact: RequestFact) -> None:
-        if fact.stage == "prefilling" and fact.prefill in self._workers:
-            self._workers[fact.prefill].prefilling.add(fact.key)
-        if fact.stage != "waiting" and fact.decode in self._workers:
-            self._workers[fact.decode].decoding.add(fact.key)
-
-    def _waiting(self) -> list[RequestFact]:
-        waiting = [fact for fact in self._requests.values() if fact.stage == "waiting"]
-        return sorted(waiting, key=lambda fact: (fact.arrival, fact.key))
-
     def _place(self) -> list[Send]:
+        """Place whoever can be, in the order of turns.
+
+        A placement only takes room, so whoever was passed before it is not looked at again.
+        """
         sends: list[Send] = []
-        for fact in self._waiting():
-            where = self._where(fact)
+        starved: list[Client] = []
+        turn, free = 0, self._slots.free()
+        while self._open(free) and (client := self._queue.at(turn)) is not None:
+            entry = self._entries[client.waiting[0].key]
+            sibling = self._sibling_place(entry.fact)
+            beside = sibling is not None
+            where = None
+            if self._may_hold(client, free, beside):
+                if not self._pages_suffice(entry.fact, beside):
+                    if client.bypassed >= BYPASSES:
+                        break
+                    starved.append(client)
+                elif sibling is not None:
+                    where = sibling, sibling
+                else:
+                    where = self._slots.where(entry.fact.excluding)
             if where is None:
-                break
-            prefill, decode = where
-            placed = RequestFact(
-                fact.key, fact.term + 1, "prefilling", fact.arrival, fact.length, fact.limit, prefill, decode
-            )
-            self._requests[fact.key] = placed
-            self._occupy(placed)
-            self.placements += 1
-            gateway = self._gateways[owner_of(fact.key.request)[0]]
-            sends.append(Send(gateway, Place(fact.key, fact.term, prefill, decode)))
+                turn += 1
+                continue
+            for passed in starved:
+                passed.bypassed += 1
+            self.bypasses += len(starved)
+            sends.append(self._placed(client, entry, where, beside))
+            free = self._slots.free()
         return sends
 
-    def _where(self, fact: RequestFact) -> tuple[Incarnation, Incarnation] | None:
-        """A prefill and a decode worker with a free slot each, or None while there are none.
+    def _placed(
+        self, client: Client, entry: Entry, where: tuple[Incarnation, Incarnation], beside: bool
+    ) -> Send:
+        waited, (prefill, decode) = entry.fact, where
+        self._stages["waiting"] -= 1
+        entry.queued, entry.beside = False, beside
+        entry.fact = msgspec.structs.replace(
+            waited, term=waited.term + 1, stage="prefilling", prefill=prefill, decode=decode, excluding=()
+        )
+        self._enter(entry)
+        self._queue.place(client, self._cost(entry))
+        entry.charged = True
+        self.placements += 1
+        self.placements_beside += beside
+        return Send(entry.source, Place(waited.key, waited.term, prefill, decode))
 
-        The worker that prefills also decodes where it can: nothing has to be handed over then.
-        Otherwise the one with the fewest sequences decodes.
+    def _cost(self, entry: Entry) -> int:
+        """Tokens that a client pays for a placement: its prompt and all that may be generated.
+
+        What a sibling has computed is free. What gave way has paid: one token moves the turn on.
         """
-        if not self._pages_suffice(fact):
-            return None
-        prefills = [
-            (len(slots.prefilling), worker)
-            for worker, slots in self._workers.items()
-            if len(slots.prefilling) < slots.prefill_slots and worker not in fact.excluding
-        ]
-        decodes = {
-            worker: len(slots.decoding)
-            for worker, slots in self._workers.items()
-            if len(slots.decoding) < slots.decode_slots and worker not in fact.excluding
-        }
-        if not prefills or not decodes:
-            return None
-        prefill = min(prefills)[1]
-        decode = min(decodes, key=lambda worker: (worker != prefill, decodes[worker], worker))
-        return prefill, decode
+        if entry.charged:
+            return 1
+        return entry.fact.limit - (entry.fact.length - 1) * entry.beside
 
-    def _pages_suffice(self, fact: RequestFact) -> bool:
+    # ── whether there is room ─────────────────────────────────────────────────────────────────
+
+    def _open(self, free: Free) -> bool:
+        """Whether anybody at all could be placed: what makes most messages cheap under load."""
+        slots = free.decode > 0 and (free.prefill > 0 or bool(self._siblings.sharing))
+        return slots and self._pool is not None and (not self._active or self._pages_free > 0)
+
+    def _may_hold(self, client: Client, free: Free, beside: bool) -> bool:
+        """Whether there are slots that this client may take."""
+        prefill, decode = free.prefill, free.decode
+        if client.active:
+            prefill -= self.fairness.reserved(free.prefill_slots)
+            decode -= self.fairness.reserved(free.decode_slots)
+        return decode > 0 and (beside or prefill > 0)
+
+    def _sibling_place(self, fact: RequestFact) -> Incarnation | None:
+        """A worker with a free slot where a sibling decodes, or None."""
+        request = fact.key.request
+        if request not in self._siblings.sharing:
+            return None
+        return self._slots.where_of(self._siblings.places(request), fact.excluding)
+
+    @property
+    def _active(self) -> int:
+        return self._stages["prefilling"] + self._stages["decoding"]
+
+    def _pages_suffice(self, fact: RequestFact, beside: bool) -> bool:
         """Whether the pages that the log needs now are free, beside what is promised already.
 
-        Growth while decoding is not reserved: when the pool runs out, the newest gives way. A
-        request that is alone always goes.
+        Growth while decoding is not reserved: when the pool runs out, somebody gives way. A request
+        that is alone always goes.
         """
-        if self._pool is None:
-            return False
-        active = [other for other in self._requests.values() if other.stage != "waiting"]
-        if not active:
-            return True
-        promised = sum(self._pages(other) for other in active if other.stage == "prefilling")
-        return self._pages(fact) + promised + len(active) <= self._pool.free
+        return not self._active or self._pages(fact, beside) <= self._pages_free
 
-    def _pages(self, fact: RequestFact) -> int:
-        return -(-fact.length // self.page_tokens)
+    @property
+    def _pages_free(self) -> int:
+        """Free pages, less those promised to prompts and one for the growth of everybody."""
+        return 0 if self._pool is None else self._pool.free - self._promised - self._active
+
+    def _pages(self, fact: RequestFact, beside: bool) -> int:
+        shared = (self._siblings.shortest(fact.key.request) - 1) // self.page_tokens if beside else 0
+        return max(1, -(-fact.length // self.page_tokens) - shared)
 
     def _preempt(self) -> list[Send]:
-        """The newest give way until one of them surely had pages; the oldest never does.
+        """Some give way (`engine.fairness` says who) until one of them surely had pages of its own.
 
-        One that is still in prefill may have had none yet, and then nothing would be freed.
+        One that is still in prefill may have had none yet, and of two siblings one reads the other's:
+        then nothing would be freed, and everybody stand still.
         """
-        active = [fact for fact in self._requests.values() if fact.stage != "waiting"]
-        active.sort(key=lambda fact: (fact.arrival, fact.key))
+        active = [entry for entry in self._entries.values() if entry.active]
+        choices = Counter(entry.fact.key.request for entry in active)
+        claims = [Claim(entry.ticket, entry.fact.client, entry.pages) for entry in active]
         sends: list[Send] = []
-        for fact in reversed(active[1:]):
+        for claim in give_way(claims, self.fairness):
+            key = claim.ticket.key
+            entry = self._entries[key]
             self._exhausted = False
             self.preemptions += 1
-            gateway = self._gateways[owner_of(fact.key.request)[0]]
-            sends.append(Send(gateway, Preempt(fact.key, fact.term)))
-            if fact.stage == "decoding":
+            sends.append(Send(entry.source, Preempt(key, entry.fact.term)))
+            choices[key.request] -= 1
+            if entry.fact.stage == "decoding" and not choices[key.request]:
                 break
         return sends
 
     # ── for people and tests ──────────────────────────────────────────────────────────────────
 
     def check(self) -> None:
-        for worker, slots in self._workers.items():
-            for key in slots.prefilling:
-                fact = self._requests[key]
-                assert fact.stage == "prefilling", f"{key} in a prefill slot is {fact.stage}"
-                assert fact.prefill == worker
-            for key in slots.decoding:
-                fact = self._requests[key]
-                assert fact.stage != "waiting", f"{key} in a decode slot waits"
-                assert fact.decode == worker
+        entries = self._entries.values()
+        self._slots.check({key: entry.slots for key, entry in self._entries.items() if entry.active})
+        self._queue.check()
+        queued = {(entry.fact.client, entry.ticket) for entry in entries if entry.queued}
+        assert queued == self._queue.tickets()
+        assert not any(entry.active for entry in entries if entry.queued)
+        assert all(entry.source in self._gateways for entry in entries), "an entry outlived its gateway"
+        stages = Counter(entry.fact.stage for entry in entries)
+        assert stages == +self._stages, f"counted {self._stages}, there are {stages}"
+        assert self._promised == sum(e.pages for e in entries if e.fact.stage == "prefilling")
 
     def statistics(self) -> Statistics:
-        stages = [fact.stage for fact in self._requests.values()]
         return {
-            "requests": len(stages),
-            "requests_waiting": stages.count("waiting"),
-            "requests_prefilling": stages.count("prefilling"),
-            "requests_decoding": stages.count("decoding"),
-            "workers": len(self._workers),
+            "requests": len(self._entries),
+            "requests_waiting": self._stages["waiting"],
+            "requests_prefilling": self._stages["prefilling"],
+            "requests_decoding": self._stages["decoding"],
+            "workers": len(self._slots),
+            "clients": self._queue.clients,
+            "clients_waiting": self._queue.clients_waiting,
             "placements": self.placements,
+            "placements_beside": self.placements_beside,
             "preemptions": self.preemptions,
+            "bypasses": self.bypasses,
         }

@@ -32,6 +32,7 @@ BackendName = Literal["torch", "reference"]
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Weight = Annotated[float, msgspec.Meta(ge=0.01, le=100)]
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=False, kw_only=True):
@@ -88,7 +89,12 @@ class WorkerTable(_Table, frozen=True, kw_only=True):
 
 
 class SchedulerTable(_Table, frozen=True):
-    """The scheduler has nothing to set yet."""
+    """How clients share the system."""
+
+    weights: dict[str, Weight] = {}
+    """Shares of clients that do not have 1, as in { "user:alice" = 4 }; "" is everybody without a name."""
+    reserve: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.125
+    """Share of the slots that only clients without a slot may take, at least one of several; 0 keeps none."""
 
 
 class AllocatorTable(_Table, frozen=True):
@@ -271,7 +277,11 @@ def _convert(data: object, kind: type[T], source: str, prefix: str) -> T:
     except msgspec.ValidationError as error:
         # msgspec says «Expected `int` >= 1 - at `$.pages`»
         said, _, at = str(error).partition(" - at `$.")
-        key = at.rstrip("`")
+        key, inside, _ = at.rstrip("`").partition("[...]")
+        if inside and isinstance(entries := data.get(key), dict):
+            _convert_entries(
+                entries, get_type_hints(kind, include_extras=True)[key], f"{source}: {prefix}.{key}"
+            )
         if key in data:
             choices = get_args(get_type_hints(kind)[key])
             if said.startswith("Invalid enum value"):
@@ -282,6 +292,17 @@ def _convert(data: object, kind: type[T], source: str, prefix: str) -> T:
         if missing:
             said = f"the key {missing[1]!r} is needed"
         raise _wrong(f"{source}: {prefix}: {said}") from None
+
+
+def _convert_entries(entries: dict[str, object], kind: object, prefix: str) -> None:
+    """Name the entry of a mapping that is wrong, which msgspec does not."""
+    _, value_kind = get_args(kind)
+    for name, value in entries.items():
+        try:
+            msgspec.convert(value, value_kind)
+        except msgspec.ValidationError as error:
+            said = str(error).replace("`", "").replace("Expected", "expected")
+            raise _wrong(f"{prefix}.{_show(name)} = {_show(value)}: {said}") from None
 
 
 def _wrong(said: str) -> UsageError:

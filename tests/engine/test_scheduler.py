@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core import Send
+from engine.fairness import Fairness
 from engine.ids import Incarnation, SequenceKey, owner_of, pack_request
 from engine.messages import (
     Drain,
@@ -48,10 +49,10 @@ def waiting(count: int, length: int = 4, owner: Incarnation = FRONT, term: int =
 
 
 class Desk:
-    """A scheduler with gateways, workers with slots, and a pool."""
+    """A scheduler with gateways, workers with slots, and a pool; nothing is reserved."""
 
     def __init__(self, *workers: tuple[Incarnation, int, int], free: int | None = 1000) -> None:
-        self.core = Scheduler(PAGE_TOKENS)
+        self.core = Scheduler(PAGE_TOKENS, Fairness(reserve=0.0))
         assert self.core.peers([gateway(FRONT), gateway(BACK)], (), 0.0) == []
         for worker, prefill, decode in workers:
             self.tell(worker, WorkerFact(prefill, decode))

@@ -61,7 +61,8 @@ def test_the_three_promised_topologies_are_shipped() -> None:
         ("[kv]\npage = 3", ("kv.page = 3", "unknown key", "pages")),
         ('[worker.x]\nrole = "both"\ncolour = "red"', ("worker.x.colour = 'red'", "unknown key", "role")),
         ("[gateway.g]\nprot = 1", ("gateway.g.prot = 1", "unknown key", "port")),
-        ("[scheduler]\nfast = true", ("scheduler.fast = True", "unknown key", "no keys at all")),
+        ("[scheduler]\nfast = true", ("scheduler.fast = True", "unknown key", "weights, reserve")),
+        ("[allocator]\nfast = true", ("allocator.fast = True", "unknown key", "no keys at all")),
         ('["a\\nb"]\nx = 1', ("a\\nb", "unknown key")),
         # Wrong types.
         ('[kv]\npages = "many"', ("kv.pages = 'many'", "expected int")),
@@ -71,7 +72,22 @@ def test_the_three_promised_topologies_are_shipped() -> None:
         ("[model]\npath = 7", ("model.path = 7", "expected str")),
         ("[gateway.g]\nhost = []", ("gateway.g.host = []", "expected str")),
         ("[gateway]\nfront2 = 5", ("gateway.front2 = 5", "expected a table")),
+        ("[scheduler]\nweights = 3", ("scheduler.weights = 3", "expected object")),
+        ("[scheduler]\nreserve = true", ("scheduler.reserve = True", "expected float")),
+        (
+            '[scheduler]\nweights = { a = 1, "b c" = "2" }',
+            ("scheduler.weights.'b c' = '2'", "expected float"),
+        ),
+        ("[scheduler]\nweights = { a = true }", ("scheduler.weights.'a' = True", "expected float")),
+        ("[scheduler.weights.a]\nb = 3", ("scheduler.weights.'a' = {'b': 3}", "expected float")),
         # Out of range.
+        ('[scheduler]\nweights = { "user:a" = 0 }', ("scheduler.weights.'user:a' = 0", ">= 0.01")),
+        ("[scheduler]\nweights = { a = 2, b = -1 }", ("scheduler.weights.'b' = -1", ">= 0.01")),
+        ("[scheduler]\nweights = { a = 100.5 }", ("scheduler.weights.'a' = 100.5", "<= 100")),
+        ("[scheduler]\nweights = { a = nan }", ("scheduler.weights.'a' = nan", ">= 0.01")),
+        ("[scheduler]\nweights = { a = inf }", ("scheduler.weights.'a' = inf", "<= 100")),
+        ("[scheduler]\nreserve = 0.6", ("scheduler.reserve = 0.6", "<= 0.5")),
+        ("[scheduler]\nreserve = -0.1", ("scheduler.reserve = -0.1", ">= 0")),
         ("[kv]\npages = 1", ("kv.pages = 1", ">= 2")),
         ("[gateway.g]\nport = 65536", ("gateway.g.port = 65536", "<= 65535")),
         ("[gateway.g]\nport = -1", ("gateway.g.port = -1", ">= 0")),
@@ -126,6 +142,15 @@ def test_an_error_names_the_key_the_value_and_what_was_expected(more: str, said:
 )
 def test_missing_tables_and_roles(text: str, said: str) -> None:
     assert said in complaint(text)
+
+
+def test_weights_of_clients_and_the_reserve() -> None:
+    text = f'{BASE}[scheduler]\nreserve = 0\nweights = {{ "user:alice" = 4, "" = 0.5 }}\n'
+    table = parse(text, "").scheduler
+    assert table.weights == {"user:alice": 4.0, "": 0.5}
+    assert table.reserve == 0.0
+    assert parse(BASE, "").scheduler.weights == {}
+    assert parse(BASE, "", ['scheduler.weights={"key 1" = 2}']).scheduler.weights == {"key 1": 2.0}
 
 
 def test_long_values_are_cut() -> None:
@@ -225,7 +250,22 @@ def test_a_setting_is_blamed_for_what_it_breaks_and_the_file_for_the_rest() -> N
 # ── anything at all ───────────────────────────────────────────────────────────────────────────
 
 KEYS = st.sampled_from(
-    ["model", "kv", "gateway", "worker", "health", "launch", "pages", "role", "port", "front", "w", "tick_s"]
+    [
+        "model",
+        "kv",
+        "gateway",
+        "worker",
+        "health",
+        "launch",
+        "scheduler",
+        "weights",
+        "pages",
+        "role",
+        "port",
+        "front",
+        "w",
+        "tick_s",
+    ]
 ) | st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=4)
 LEAVES = (
     st.sampled_from(["both", "prefill", "decode", "float16"])

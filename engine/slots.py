@@ -1,0 +1,121 @@
+"""The slots of all workers and who is in them.
+
+    in a prefill slot of w ≤ prefill_slots(w)        in a decode slot of w ≤ decode_slots(w)
+
+unless a worker came back with fewer, or a new scheduler is told what its predecessor placed. A
+sequence has its decode slot from the start, so that a finished prefill never waits for one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from engine.ids import Incarnation, SequenceKey
+
+
+class Free(NamedTuple):
+    """Slots of the whole system: those that are free, and how many there are."""
+
+    prefill: int
+    decode: int
+    prefill_slots: int
+    decode_slots: int
+
+
+@dataclass(slots=True)
+class WorkerSlots:
+    """One worker's slots and who is in them."""
+
+    prefill_slots: int
+    decode_slots: int
+    prefilling: set[SequenceKey] = field(default_factory=set)
+    decoding: set[SequenceKey] = field(default_factory=set)
+    """Sequences that decode here, and those that will when their prefill is done."""
+
+
+class Slots:
+    """Where there is room."""
+
+    def __init__(self) -> None:
+        self._workers: dict[Incarnation, WorkerSlots] = {}
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def offered(self, worker: Incarnation, prefill_slots: int, decode_slots: int) -> bool:
+        """A worker says what it has; whether it is new, so that nobody is known to be there."""
+        new = worker not in self._workers
+        slots = self._workers.setdefault(worker, WorkerSlots(0, 0))
+        slots.prefill_slots, slots.decode_slots = prefill_slots, decode_slots
+        return new
+
+    def died(self, worker: Incarnation) -> None:
+        """A worker has no slots any more; nothing if it was none."""
+        self._workers.pop(worker, None)
+
+    def occupy(self, key: SequenceKey, prefill: Incarnation | None, decode: Incarnation | None) -> None:
+        """A sequence takes a slot of each worker that is given and known."""
+        if prefill in self._workers:
+            self._workers[prefill].prefilling.add(key)
+        if decode in self._workers:
+            self._workers[decode].decoding.add(key)
+
+    def vacate(self, key: SequenceKey) -> None:
+        """A sequence takes no slot any more."""
+        for slots in self._workers.values():
+            slots.prefilling.discard(key)
+            slots.decoding.discard(key)
+
+    def free(self) -> Free:
+        """Of all workers together."""
+        workers = self._workers.values()
+        return Free(
+            sum(max(0, slots.prefill_slots - len(slots.prefilling)) for slots in workers),
+            sum(max(0, slots.decode_slots - len(slots.decoding)) for slots in workers),
+            sum(slots.prefill_slots for slots in workers),
+            sum(slots.decode_slots for slots in workers),
+        )
+
+    def where(self, excluding: Collection[Incarnation]) -> tuple[Incarnation, Incarnation] | None:
+        """A prefill and a decode worker with a free slot each, or None while there are none.
+
+        The worker that prefills also decodes where it can: nothing has to be handed over then.
+        Otherwise the one with the fewest sequences decodes.
+        """
+        prefills = [
+            (len(slots.prefilling), worker)
+            for worker, slots in self._workers.items()
+            if len(slots.prefilling) < slots.prefill_slots and worker not in excluding
+        ]
+        decodes = self._decodes(excluding)
+        if not prefills or not decodes:
+            return None
+        prefill = min(prefills)[1]
+        decode = min(decodes, key=lambda worker: (worker != prefill, decodes[worker], worker))
+        return prefill, decode
+
+    def where_of(
+        self, workers: Collection[Incarnation], excluding: Collection[Incarnation]
+    ) -> Incarnation | None:
+        """Of these workers the one with the fewest sequences that has a free decode slot, or None."""
+        decodes = self._decodes(excluding)
+        free = [worker for worker in workers if worker in decodes]
+        return min(free, key=lambda worker: (decodes[worker], worker), default=None)
+
+    def _decodes(self, excluding: Collection[Incarnation]) -> dict[Incarnation, int]:
+        """Workers with a free decode slot, and how many they decode."""
+        return {
+            worker: len(slots.decoding)
+            for worker, slots in self._workers.items()
+            if len(slots.decoding) < slots.decode_slots and worker not in excluding
+        }
+
+    def check(self, placed: dict[SequenceKey, tuple[Incarnation | None, Incarnation | None]]) -> None:
+        """Against where each sequence that holds slots was placed."""
+        for worker, slots in self._workers.items():
+            assert slots.prefilling == {key for key, (prefill, _) in placed.items() if prefill == worker}
+            assert slots.decoding == {key for key, (_, decode) in placed.items() if decode == worker}
