@@ -77,6 +77,11 @@ class GatewayActor(Actor):
 
     # ── what the doors see ────────────────────────────────────────────────────────────────────
 
+    @property
+    def resume_grace_s(self) -> float:
+        """For so long a request is kept for a client that is gone."""
+        return self._grace.seconds
+
     def draw_seed(self) -> int:
         """A fresh unsigned 64-bit seed."""
         return secrets.randbits(64)

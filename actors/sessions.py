@@ -157,6 +157,11 @@ class Sessions(Protocol):
     @property
     def text(self) -> TextCodec: ...
 
+    @property
+    def resume_grace_s(self) -> float:
+        """For so long a request that can be resumed is kept when its client is gone."""
+        ...
+
     def draw_seed(self) -> int:
         """A fresh unsigned 64-bit seed for a request that brought none."""
         ...
