@@ -74,15 +74,27 @@ def sibling_pages(
     They are the sibling's full pages as far as the logs are equal, up to position len(log) − 2. Where
     several siblings decode, it is the one with most of them.
     """
-    shared = [
-        _equal_pages(spec, sequence, page_tokens)
-        for sequence in sequences
-        if sequence.key.request == spec.key.request
+    most = (len(spec.log) - 1) // page_tokens
+    best: tuple[PageRef, ...] | None = None
+    for sequence in sequences:
+        if not _is_sibling(spec, sequence):
+            continue
+        pages = _equal_pages(spec, sequence, page_tokens)
+        if best is None or len(pages) > len(best):
+            best = pages
+        if len(best) == most:
+            break
+    return best
+
+
+def _is_sibling(spec: SequenceSpec, sequence: Sequence) -> bool:
+    prompt = slice(0, spec.prompt_length)
+    return (
+        sequence.key.request == spec.key.request
         and sequence.state is SequenceState.DECODE
         and sequence.spec.prompt_length == spec.prompt_length
-        and tuple(sequence.log[: spec.prompt_length]) == spec.log[: spec.prompt_length]
-    ]
-    return max(shared, key=len, default=None)
+        and sequence.spec.log[prompt] == spec.log[prompt]
+    )
 
 
 def _equal_pages(spec: SequenceSpec, sibling: Sequence, page_tokens: int) -> tuple[PageRef, ...]:
