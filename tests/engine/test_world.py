@@ -38,6 +38,22 @@ def test_a_pool_that_is_too_small_for_all_preempts_and_ends(topology: str) -> No
     assert scheduler["preemptions"] > 0
 
 
+@pytest.mark.parametrize("topology", ROLES)
+def test_the_prompt_of_several_choices_is_computed_once(topology: str) -> None:
+    """And the tokens of each are those of the choice alone."""
+    world = World(ROLES[topology], pages=40)
+    prompt = tuple(range(100, 118))
+    keys = world.submit(prompt, 30, n=3)
+    world.settle()
+    for key in keys:
+        assert world.logs[key] == expected(prompt, 30, key.choice)
+    figures = [world.alive[name].core.statistics() for name in world.roles]
+    assert sum(figure["positions_shared"] for figure in figures) == 2 * 16
+    generated = sum(len(world.logs[key]) - len(prompt) for key in keys)
+    once = len(prompt) - 1 + generated
+    assert sum(figure["tokens_filled"] for figure in figures) == once + 2 * (len(prompt) - 1 - 16)
+
+
 @pytest.mark.parametrize("victim", ["scheduler", "allocator", "gateway", "prefill", "decode"])
 @pytest.mark.parametrize("moment", range(0, 60, 3))
 def test_any_actor_may_die_at_any_moment(victim: str, moment: int) -> None:
