@@ -133,6 +133,22 @@ def sweep(base: Path) -> int:
     return len(stale)
 
 
+def is_alive(run_dir: Path) -> bool:
+    """Whether a launch still holds its run directory."""
+    try:
+        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # Shared, so that two who look at once do not see each other.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _is_stale(lock: Path) -> bool:
     descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -1,0 +1,30 @@
+"""What a reader of a stream sees."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from engine.stream_protocol import ScoredToken
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """More text of a choice: whole characters, never a part of a stop string."""
+
+    text: str
+    choice: int = 0
+    tokens: tuple[ScoredToken, ...] = ()
+    """Tokens that were generated, for who asked for them; they may be ahead of the text."""
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """A choice is complete."""
+
+    reason: Literal["stop", "length", "cancelled"]
+    prompt_tokens: int
+    completion_tokens: int
+    choice: int = 0
+
+
+Event: TypeAlias = Piece | Finish
