@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from msgspec import UNSET
 
-from actors.openai import (
+from actors.openai_response import (
     AnswerMessage,
     Choice,
     Chunk,
@@ -18,10 +17,12 @@ from actors.openai import (
     Logprobs,
     TextChoice,
     TextCompletion,
+    TextLogprobs,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
+from actors.ticket import ticket_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from msgspec import UnsetType
 
     from actors.sessions import Delta, DeltaToken, End, Generation
+    from actors.ticket import Ticket
     from engine.model import ModelConfig
     from engine.text import TextCodec
 
@@ -38,80 +40,100 @@ _encode = msgspec.json.Encoder().encode
 class Answer(Protocol):
     """What a reply needs: the body of a whole response, or the events of a streamed one."""
 
-    def whole(self, deltas: Sequence[Delta], end: End) -> msgspec.Struct:
-        """The body of a response that does not stream."""
+    def whole(self, deltas: Sequence[Delta], ends: Sequence[End]) -> msgspec.Struct:
+        """The body of a response that does not stream; one End a choice."""
         ...
 
     def head(self) -> bytes:
-        """The event before the first delta, if any."""
+        """The events before the first delta, if any."""
         ...
 
     def delta(self, delta: Delta) -> bytes:
         """The event of one delta."""
         ...
 
-    def tail(self, end: End) -> bytes:
-        """The events behind the last delta."""
+    def end(self, end: End) -> bytes:
+        """The event that finishes one choice."""
         ...
+
+    def tail(self, ends: Sequence[End]) -> bytes:
+        """The events behind the last End, if any."""
+        ...
+
+
+def answer_for(generation: Generation, request_id: str, model: ModelConfig, text: TextCodec) -> Answer:
+    """The answer to a request by the ticket that it carries: the one way in which answers are made.
+
+    Made again for the same generation, also by another gateway, it says the same.
+    """
+    ticket = ticket_of(generation)
+    if ticket.kind == "chat":
+        return ChatAnswer(ticket, generation, request_id, model, text)
+    return TextAnswer(ticket, generation, request_id, model, text)
 
 
 class ChatAnswer:
     """The answer to one chat request."""
 
     def __init__(
-        self,
-        request_id: str,
-        model: ModelConfig,
-        text: TextCodec,
-        generation: Generation,
-        *,
-        include_usage: bool,
+        self, ticket: Ticket, generation: Generation, request_id: str, model: ModelConfig, text: TextCodec
     ) -> None:
-        self._created = int(time.time())
-        self._id = f"chatcmpl-{request_id}"
+        self._id = f"chatcmpl-{ticket.name or request_id}"
+        self._created = ticket.created
         self._model = model.name
-        self._fingerprint = f"fp_{model.weights_id[:16]}"
+        self._fingerprint = _fingerprint(model)
         self._text = text
         self._generation = generation
-        self._include_usage = include_usage
-        self._no_usage = None if include_usage else UNSET
+        self._include_usage = ticket.include_usage
+        self._no_usage = None if ticket.include_usage else UNSET
 
-    def whole(self, deltas: Sequence[Delta], end: End) -> Completion:
+    def whole(self, deltas: Sequence[Delta], ends: Sequence[End]) -> Completion:
         """The body of a response that does not stream."""
-        tokens = [token for delta in deltas for token in delta.tokens]
-        choice = Choice(
-            AnswerMessage("".join(delta.text for delta in deltas)),
-            end.reason,
-            logprobs=self._logprobs(tokens),
-            token_ids=_token_ids(self._generation, tokens),
-        )
+        choices = []
+        for end in _in_order(ends):
+            text, tokens = _gathered(deltas, end.choice)
+            choices.append(
+                Choice(
+                    AnswerMessage(text),
+                    end.reason,
+                    end.choice,
+                    self._logprobs(tokens),
+                    _token_ids(self._generation, tokens),
+                )
+            )
         return Completion(
             self._id,
             self._created,
             self._model,
             self._fingerprint,
-            [choice],
-            _usage(end),
+            choices,
+            _usage(ends),
             _prompt_ids(self._generation),
         )
 
     def head(self) -> bytes:
-        """The event before the first delta."""
-        choice = ChunkChoice(ChunkDelta(role="assistant", content=""))
-        return self._event([choice], self._no_usage, _prompt_ids(self._generation))
+        """One event a choice before the first delta."""
+        begun = ChunkDelta(role="assistant", content="")
+        first = self._event([ChunkChoice(begun)], self._no_usage, _prompt_ids(self._generation))
+        others = range(1, self._generation.n)
+        return first + b"".join(self._event([ChunkChoice(begun, index=i)], self._no_usage) for i in others)
 
     def delta(self, delta: Delta) -> bytes:
         """The event of one delta."""
         added = ChunkDelta(content=delta.text)
-        if not delta.tokens:
-            return self._event([ChunkChoice(added)], self._no_usage)
-        logprobs, token_ids = self._logprobs(delta.tokens), _token_ids(self._generation, delta.tokens)
-        return self._event([ChunkChoice(added, logprobs=logprobs, token_ids=token_ids)], self._no_usage)
+        logprobs, token_ids = None, UNSET
+        if delta.tokens:
+            logprobs, token_ids = self._logprobs(delta.tokens), _token_ids(self._generation, delta.tokens)
+        choice = ChunkChoice(added, index=delta.choice, logprobs=logprobs, token_ids=token_ids)
+        return self._event([choice], self._no_usage)
 
-    def tail(self, end: End) -> bytes:
-        """The events behind the last delta."""
-        last = self._event([ChunkChoice(ChunkDelta(), end.reason)], self._no_usage)
-        return last + self._event([], _usage(end)) if self._include_usage else last
+    def end(self, end: End) -> bytes:
+        """The event that finishes one choice."""
+        return self._event([ChunkChoice(ChunkDelta(), end.reason, end.choice)], self._no_usage)
+
+    def tail(self, ends: Sequence[End]) -> bytes:
+        """The usage, when it was asked for."""
+        return self._event([], _usage(ends)) if self._include_usage else b""
 
     def _event(
         self,
@@ -141,47 +163,58 @@ class TextAnswer:
     """The answer to one completion request."""
 
     def __init__(
-        self,
-        request_id: str,
-        model: ModelConfig,
-        generation: Generation,
-        *,
-        echo: str,
-        include_usage: bool,
+        self, ticket: Ticket, generation: Generation, request_id: str, model: ModelConfig, text: TextCodec
     ) -> None:
-        """`echo`: the prompt's text where it is to be repeated."""
-        self._created = int(time.time())
-        self._id = f"cmpl-{request_id}"
+        self._id = f"cmpl-{ticket.name or request_id}"
+        self._created = ticket.created
         self._model = model.name
-        self._fingerprint = f"fp_{model.weights_id[:16]}"
+        self._fingerprint = _fingerprint(model)
         self._generation = generation
-        self._echo = echo
-        self._include_usage = include_usage
-
-    def whole(self, deltas: Sequence[Delta], end: End) -> TextCompletion:
-        """The body of a response that does not stream."""
-        choice = TextChoice(
-            self._echo + "".join(delta.text for delta in deltas),
-            end.reason,
-            token_ids=_token_ids(self._generation, [token for delta in deltas for token in delta.tokens]),
-            prompt_token_ids=_prompt_ids(self._generation),
+        self._echo = (
+            "" if ticket.echo is None else text.decode(generation.prompt[ticket.echo :], controls=True)
         )
-        return self._completion([choice], _usage(end))
+        self._include_usage = ticket.include_usage
+        wanted = 0 if generation.logprobs is None else generation.n
+        self._scores = [_Scores(text) for _ in range(wanted)]
+
+    def whole(self, deltas: Sequence[Delta], ends: Sequence[End]) -> TextCompletion:
+        """The body of a response that does not stream."""
+        choices = []
+        for end in _in_order(ends):
+            text, tokens = _gathered(deltas, end.choice)
+            choices.append(
+                TextChoice(
+                    self._echo + text,
+                    end.reason,
+                    end.choice,
+                    self._logprobs(tokens, end.choice),
+                    _token_ids(self._generation, tokens),
+                    _prompt_ids(self._generation),
+                )
+            )
+        return self._completion(choices, _usage(ends))
 
     def head(self) -> bytes:
-        """The prompt's event, when it is to be repeated or its tokens are asked for."""
+        """The prompt's event a choice, when it is to be repeated or its tokens are asked for."""
         if not (self._echo or self._generation.token_ids):
             return b""
-        return self._event([TextChoice(self._echo, prompt_token_ids=_prompt_ids(self._generation))])
+        ids = _prompt_ids(self._generation)
+        choices = range(self._generation.n)
+        return b"".join(self._event([TextChoice(self._echo, index=i, prompt_token_ids=ids)]) for i in choices)
 
     def delta(self, delta: Delta) -> bytes:
         """The event of one delta."""
-        return self._event([TextChoice(delta.text, token_ids=_token_ids(self._generation, delta.tokens))])
+        logprobs = self._logprobs(delta.tokens, delta.choice)
+        ids = _token_ids(self._generation, delta.tokens)
+        return self._event([TextChoice(delta.text, None, delta.choice, logprobs, ids)])
 
-    def tail(self, end: End) -> bytes:
-        """The events behind the last delta."""
-        last = self._event([TextChoice("", end.reason)])
-        return last + self._event([], _usage(end)) if self._include_usage else last
+    def end(self, end: End) -> bytes:
+        """The event that finishes one choice."""
+        return self._event([TextChoice("", end.reason, end.choice)])
+
+    def tail(self, ends: Sequence[End]) -> bytes:
+        """The usage, when it was asked for."""
+        return self._event([], _usage(ends)) if self._include_usage else b""
 
     def _event(self, choices: list[TextChoice], usage: Usage | None = None) -> bytes:
         value = self._completion(choices, usage if self._include_usage else UNSET)
@@ -189,6 +222,56 @@ class TextAnswer:
 
     def _completion(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> TextCompletion:
         return TextCompletion(self._id, self._created, self._model, self._fingerprint, choices, usage)
+
+    def _logprobs(self, tokens: Iterable[DeltaToken], choice: int) -> TextLogprobs | None:
+        return self._scores[choice].take(tokens) if self._scores else None
+
+
+class _Scores:
+    """Where the tokens of one choice begin in its text, from the first on, with their log probabilities."""
+
+    def __init__(self, text: TextCodec) -> None:
+        self._text = text
+        self._fold = text.detokenizer()
+        self._offset = 0
+
+    def take(self, tokens: Iterable[DeltaToken]) -> TextLogprobs:
+        """The next tokens."""
+        result = TextLogprobs([], [], [], [])
+        for token, logprobs in tokens:
+            if logprobs is not None:
+                name = self._name(token)
+                top: dict[str, float] = {}
+                for other, logprob in logprobs.top:
+                    # Two tokens of equal text: the likelier one counts.
+                    top.setdefault(self._name(other), logprob)
+                result.tokens.append(name)
+                result.token_logprobs.append(logprobs.logprob)
+                result.top_logprobs.append({**top, name: logprobs.logprob})
+                result.text_offset.append(self._offset)
+            self._offset += len(self._fold.push(token))
+        return result
+
+    def _name(self, token: int) -> str:
+        data = self._text.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _fingerprint(model: ModelConfig) -> str:
+    return f"fp_{model.weights_id[:16]}"
+
+
+def _in_order(ends: Iterable[End]) -> list[End]:
+    return sorted(ends, key=lambda end: end.choice)
+
+
+def _gathered(deltas: Iterable[Delta], choice: int) -> tuple[str, list[DeltaToken]]:
+    """The text and tokens of one choice."""
+    own = [delta for delta in deltas if delta.choice == choice]
+    return "".join(delta.text for delta in own), [token for delta in own for token in delta.tokens]
 
 
 def _prompt_ids(generation: Generation) -> list[int] | UnsetType:
@@ -203,5 +286,7 @@ def _shown(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _usage(end: End) -> Usage:
-    return Usage(end.prompt_tokens, end.completion_tokens, end.prompt_tokens + end.completion_tokens)
+def _usage(ends: Sequence[End]) -> Usage:
+    """The prompt once, the tokens of all choices."""
+    prompt, generated = ends[0].prompt_tokens, sum(end.completion_tokens for end in ends)
+    return Usage(prompt, generated, prompt + generated)

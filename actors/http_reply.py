@@ -9,7 +9,7 @@ import msgspec
 import structlog
 import trio
 
-from actors.openai import Error, ErrorBody
+from actors.openai_error import server_error
 from actors.sessions import Delta, End
 
 if TYPE_CHECKING:
@@ -94,16 +94,12 @@ class Client:
         session.cancel("client_disconnect")
 
 
-def server_error(message: str) -> ErrorBody:
-    """The body for a failure that is ours."""
-    return ErrorBody(Error(message, "server_error", None, None))
-
-
 class Reply:
     """The response to one request that generates.
 
     Nothing is sent before the first event, so that a request which fails before its first token
-    gets a real status. When the client is gone the events are still read to their End.
+    gets a real status. Its choices succeed together: when one fails, the others are given up. When
+    the client is gone the events are still read to their End.
     """
 
     def __init__(self, session: Session, client: Client, answer: Answer, name: str) -> None:
@@ -113,6 +109,7 @@ class Reply:
         self._answer = answer
         self._headers = ((b"x-request-id", name.encode()),)
         self._streaming = False
+        self._failed = False
 
     async def run(self, *, stream: bool) -> None:
         """Answer to the end; no session is left open whatever happens."""
@@ -136,22 +133,32 @@ class Reply:
 
     async def _whole(self, events: AsyncIterator[Delta | End]) -> None:
         deltas: list[Delta] = []
+        ends: list[End] = []
         async for event in events:
             if isinstance(event, Delta):
                 deltas.append(event)
             elif await self._succeeded(event):
-                await self._client.send_json(200, self._answer.whole(deltas, event), self._headers)
+                ends.append(event)
+                if len(ends) == self._session.generation.n:
+                    await self._client.send_json(200, self._answer.whole(deltas, ends), self._headers)
 
     async def _stream(self, events: AsyncIterator[Delta | End]) -> None:
-        client, answer = self._client, self._answer
+        answer = self._answer
         head = answer.head()
+        ends: list[End] = []
         async for event in events:
             if isinstance(event, Delta):
-                if not client.gone:
+                if not (self._client.gone or self._failed):
                     await self._send_events(head + answer.delta(event))
                     head = b""
             elif await self._succeeded(event):
-                await self._send_events(head + answer.tail(event) + b"data: [DONE]\n\n", more=False)
+                ends.append(event)
+                data = head + answer.end(event)
+                head = b""
+                if len(ends) < self._session.generation.n:
+                    await self._send_events(data)
+                else:
+                    await self._send_events(data + answer.tail(ends) + b"data: [DONE]\n\n", more=False)
 
     async def _send_events(self, data: bytes, *, more: bool = True) -> None:
         if not self._streaming:
@@ -164,11 +171,15 @@ class Reply:
     async def _succeeded(self, end: End) -> bool:
         """Whether the End brings an answer to somebody; if it does not, the client has been told."""
         if end.reason in ("stop", "length"):
-            return not self._client.gone
-        if end.reason == "error":
-            await self._fail(500, end.error or "The request failed.")
-        else:
-            await self._fail(503, "The request was cancelled by the server.")
+            return not (self._client.gone or self._failed)
+        if not self._failed:
+            self._failed = True
+            if self._session.generation.n > 1:
+                self._session.cancel("failed_choice")
+            if end.reason == "error":
+                await self._fail(500, end.error or "The request failed.")
+            else:
+                await self._fail(503, "The request was cancelled by the server.")
         return False
 
     async def _fail(self, status: int, message: str) -> None:

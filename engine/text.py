@@ -11,6 +11,10 @@ texts between are encoded without control tokens. A text that spells none meets 
 the tokeniser, exactly as it is. (Not guarded against: a template that deletes something from the
 middle of a content and thereby joins a control token, or itself writes a part of one; nor are
 user-defined tokens, such as marks of reasoning, which a caller may well write.)
+
+A final message that is to be continued gets a *mark* at its end, a run of another noncharacter, and
+the rendered text ends where the mark stands: whatever the template puts behind a content is gone, and
+contents that occur twice are no riddle.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ __all__ = ["Detokenizer", "StopFilter", "TemplateError", "TextCodec"]
 
 GUARD = "\ufdd0"
 """A noncharacter: no text has a reason to hold it, and if one does, the guard is made longer."""
+MARK = "\ufdd1"
+"""Another one, with the same remedy."""
 SENTENCE_PIECE_SPACE = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _NOTHING = re.compile(r"(?!)")
@@ -112,17 +118,35 @@ class TextCodec:
         return self._template.render(messages, now=now, **kwargs)
 
     def encode_chat(
-        self, messages: list[dict[str, object]], *, now: str | None = None, **kwargs: object
+        self,
+        messages: list[dict[str, object]],
+        *,
+        now: str | None = None,
+        continue_final_message: bool = False,
+        **kwargs: object,
     ) -> list[int]:
-        """The prompt's tokens; as `apply_template`, but no text of the caller becomes a control token."""
-        longest = max(
-            (len(run) for text in _texts([messages, kwargs]) for run in re.findall(f"{GUARD}+", text)),
-            default=0,
-        )
-        guard = GUARD * (longest + 1)
+        """The prompt's tokens; as `apply_template`, but no text of the caller becomes a control token.
+
+        `continue_final_message`: the prompt ends with the last message's content instead of a new turn;
+        where the template trims contents, white space at its end goes too.
+        """
+        guard = _unused(GUARD, [messages, kwargs])
         guarded_messages: list[dict[str, object]] = self._guarded(messages, guard)
         guarded_kwargs: dict[str, object] = self._guarded(kwargs, guard)
-        return self._with_controls(self.apply_template(guarded_messages, now=now, **guarded_kwargs), guard)
+        if not continue_final_message:
+            text = self.apply_template(guarded_messages, now=now, **guarded_kwargs)
+            return self._with_controls(text, guard)
+        mark = _unused(MARK, [messages, kwargs])
+        last = guarded_messages[-1]
+        # A template that trims contents shows it by taking the space away.
+        marked = [*guarded_messages[:-1], last | {"content": f"{last['content']}{mark} "}]
+        text = self.apply_template(marked, now=now, **(guarded_kwargs | {"add_generation_prompt": False}))
+        end = text.rfind(mark)
+        if end < 0:
+            raise TemplateError("chat template: it does not show the end of the last message")
+        kept = text[end + len(mark) :].startswith(" ")
+        text = text[:end] if kept else text[:end].rstrip()
+        return self._with_controls(text, guard)
 
     def detokenizer(self) -> Detokenizer:
         """A fresh fold from tokens to text; control tokens and ids beyond the vocabulary show nothing."""
@@ -133,9 +157,11 @@ class TextCodec:
         name = self._tokenizer.id_to_token(token)
         return name.encode() if name in self._control else self._bytes_of(token)
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of the tokens: what `detokenizer` gives in all."""
+    def decode(self, tokens: Iterable[int], *, controls: bool = False) -> str:
+        """The text of the tokens: what `detokenizer` gives in all; with `controls`, control tokens too."""
         fold = self.detokenizer()
+        if controls:
+            fold = Detokenizer(self.token_bytes, drop_first_space=self._drop_first_space)
         return "".join([*map(fold.push, tokens), fold.finish()])
 
     def _plain(self, text: str, *, first: bool = True) -> list[int]:
@@ -203,6 +229,12 @@ def _without_prefix(tokenizer: Tokenizer) -> Tokenizer:
     inner.encode_special_tokens = True
     inner.pre_tokenizer = pre_tokenizers.Metaspace(pre.replacement, prepend_scheme="never", split=pre.split)
     return inner
+
+
+def _unused(letter: str, values: object) -> str:
+    """A run of a letter that is longer than any in the texts of a JSON-like value."""
+    runs = (run for text in _texts(values) for run in re.findall(f"{letter}+", text))
+    return letter * (max(map(len, runs), default=0) + 1)
 
 
 def _texts(value: object) -> Iterator[str]:

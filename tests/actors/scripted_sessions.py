@@ -13,6 +13,7 @@ from actors.http import serve_http
 from actors.http_server import ServerLimits
 from actors.sessions import Delta, DeltaToken, End, Generation, NotKept
 from engine.chat_template import TemplateError
+from engine.detokenizer import Detokenizer
 from engine.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -57,8 +58,11 @@ class ByteText:
         assert special
         return [*((2,) if bos else ()), *text.encode()]
 
-    def decode(self, tokens: Iterable[int]) -> str:
+    def decode(self, tokens: Iterable[int], *, controls: bool = False) -> str:
         return bytes(tokens).decode("utf-8", "replace")
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.token_bytes)
 
     def encode_chat(
         self, messages: list[dict[str, str]], *, now: str | None = None, **variables: object
@@ -137,6 +141,7 @@ class ScriptedSessions:
     def __init__(self, script: tuple[str, ...] | None = None) -> None:
         self.model = MODEL
         self.text = ByteText()
+        self.resume_grace_s = 30.0
         self.script = script
         self.refusal: Exception | None = None
         self.reason: str | None = None
@@ -155,8 +160,9 @@ class ScriptedSessions:
         if self.script is None:
             self._send.send_nowait(session)
         else:
-            session.say(*self.script)
-            session.end()
+            for choice in range(generation.n):
+                session.say(*self.script, choice=choice)
+                session.end(choice=choice)
         return session
 
     def find(self, key: str) -> str | None:

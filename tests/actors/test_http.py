@@ -11,8 +11,9 @@ import pytest
 import trio
 from scripted_sessions import MODEL, ScriptedSessions, body, served
 
-from actors.openai import MESSAGE_CHARS, NEUTRAL, parse_chat
+from actors.openai_request import NEUTRAL
 from actors.sessions import DeltaToken, Draining, QueueFull, Refused
+from actors.wishes import MESSAGE_CHARS, parse_chat
 from engine.sampling import SamplingParams, TokenLogprobs
 
 
@@ -261,11 +262,31 @@ REFUSALS = [
     ({"stop": ""}, "stop", None),
     ({"stop": ["a", ""]}, "stop[1]", None),
     ({"stop": list("abcde")}, "stop", None),
-    ({"n": 2}, "n", "unsupported_value"),
+    ({"n": 0}, "n", None),
+    ({"n": 17}, "n", None),
+    ({"n": True}, "n", None),
+    ({"priority": 101}, "priority", None),
+    ({"priority": 0.5}, "priority", None),
+    ({"user": 3}, "user", None),
+    ({"continue_final_message": True}, "continue_final_message", None),
+    (
+        {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "continue_final_message": True,
+            "add_generation_prompt": True,
+        },
+        "continue_final_message",
+        None,
+    ),
+    ({"add_generation_prompt": 1}, "add_generation_prompt", None),
+    (
+        {"chat_template_kwargs": {"add_generation_prompt": False}},
+        "chat_template_kwargs.add_generation_prompt",
+        None,
+    ),
     ({"stream": "yes"}, "stream", None),
     ({"stream_options": {"include_usage": True}}, "stream_options", None),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
-    ({"n": True}, "n", "unsupported_value"),
     ({"tools": [{"type": "function"}]}, "tools", "unsupported_value"),
     ({"tool_choice": "auto"}, "tool_choice", "unsupported_value"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
@@ -378,8 +399,11 @@ async def test_completions_are_refused_by_name() -> None:
         ({"messages": []}, "messages"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"n": 2}, "n"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"n": 17}, "n"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 0, "echo": True}, "logprobs"),
         ({"echo": 1}, "echo"),
     ]
     async with served(ScriptedSessions()) as door:
