@@ -133,20 +133,29 @@ class TextCodec:
         guard = _unused(GUARD, [messages, kwargs])
         guarded_messages: list[dict[str, object]] = self._guarded(messages, guard)
         guarded_kwargs: dict[str, object] = self._guarded(kwargs, guard)
-        if not continue_final_message:
+        if continue_final_message:
+            mark = _unused(MARK, [messages, kwargs])
+            text = self._render_unfinished(guarded_messages, mark, now, guarded_kwargs)
+        else:
             text = self.apply_template(guarded_messages, now=now, **guarded_kwargs)
-            return self._with_controls(text, guard)
-        mark = _unused(MARK, [messages, kwargs])
-        last = guarded_messages[-1]
-        # A template that trims contents shows it by taking the space away.
-        marked = [*guarded_messages[:-1], last | {"content": f"{last['content']}{mark} "}]
-        text = self.apply_template(marked, now=now, **(guarded_kwargs | {"add_generation_prompt": False}))
-        end = text.rfind(mark)
-        if end < 0:
-            raise TemplateError("chat template: it does not show the end of the last message")
-        kept = text[end + len(mark) :].startswith(" ")
-        text = text[:end] if kept else text[:end].rstrip()
         return self._with_controls(text, guard)
+
+    def _render_unfinished(
+        self, messages: list[dict[str, object]], mark: str, now: str | None, kwargs: dict[str, object]
+    ) -> str:
+        """The prompt's text up to the end of the last message's content."""
+        *before, last = messages
+        content = str(last["content"])
+        kwargs = kwargs | {"add_generation_prompt": False}
+        # A template that trims contents takes the space behind the mark, and is shown a trimmed one.
+        for marked, trimmed in ((f"{content}{mark} ", False), (f"{content.rstrip()}{mark}", True)):
+            text = self.apply_template([*before, last | {"content": marked}], now=now, **kwargs)
+            end = text.rfind(mark)
+            if end < 0:
+                raise TemplateError("chat template: it does not show the end of the last message")
+            if trimmed or text.startswith(" ", end + len(mark)):
+                break
+        return text[:end]
 
     def detokenizer(self) -> Detokenizer:
         """A fresh fold from tokens to text; control tokens and ids beyond the vocabulary show nothing."""
