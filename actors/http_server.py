@@ -20,9 +20,14 @@ import structlog
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.events import Closed, RawData
+from hypercorn.trio.task_group import TaskGroup
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
+from hypercorn.utils import parse_socket_addr
+
+from actors.http_wire import Http1, PeerFault
 
 if TYPE_CHECKING:
     from hypercorn.typing import ASGIFramework
@@ -40,6 +45,7 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 """A client whose host vanished without a word is noticed after a minute, also while nothing is sent."""
+_DRAIN_S = 2.0
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER value that makes close() drop unsent data and reset the connection."""
 
@@ -104,10 +110,54 @@ class _Server(TCPServer):
 
     _gone = False
 
+    async def run(self) -> None:
+        try:
+            client = parse_socket_addr(self.stream.socket.family, self.stream.socket.getpeername())
+            server = parse_socket_addr(self.stream.socket.family, self.stream.socket.getsockname())
+            async with TaskGroup() as tasks:
+                self._task_group = tasks
+                self.protocol = Http1(  # type: ignore[assignment]  # its wrapper would speak HTTP/2, too
+                    self.app,
+                    self.config,
+                    self.context,
+                    tasks,
+                    ConnectionState(self.state),
+                    False,
+                    client,
+                    server,
+                    self.protocol_send,
+                )
+                await self.idle_task.restart(tasks, self._idle_timeout)
+                await self._read_data()
+        except OSError:
+            pass
+        finally:
+            await self._close()
+
     async def _read_data(self) -> None:
-        await super()._read_data()
+        try:
+            while data := await self.stream.receive_some(MAX_RECV):
+                await self.protocol.handle(RawData(bytes(data)))
+            await self.protocol.handle(RawData(b""))
+        except (trio.ClosedResourceError, trio.BrokenResourceError):
+            pass
+        except PeerFault as fault:
+            log.info("http_peer_at_fault", reason=str(fault))
+            await self.protocol.handle(Closed())
+            await self._drain()
+        await self.protocol.handle(Closed())
         self._gone = True
         await self.idle_task.stop()
+
+    async def _drain(self) -> None:
+        """Read on for a moment, so that the peer reads what is wrong and not a reset."""
+        with trio.move_on_after(_DRAIN_S):
+            try:
+                await self.stream.send_eof()
+                while await self.stream.receive_some(MAX_RECV):
+                    pass
+            except (trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError):
+                pass
 
     async def _idle_timeout(self) -> None:
         # A response that was being sent while the client went away gets here after the end.
@@ -147,9 +197,17 @@ class _Connections:
 
 
 async def serve_app(
-    app: ASGIFramework, *, listener_fd: int, shutdown: trio.Event, limits: ServerLimits
+    app: ASGIFramework,
+    *,
+    listener_fd: int,
+    shutdown: trio.Event,
+    limits: ServerLimits,
+    max_message_bytes: int,
 ) -> None:
     """Serve an ASGI application on a bound socket until `shutdown` is set, then for `grace_s` at most.
+
+    `max_message_bytes`: of one message on a WebSocket. What a client sends in one request is the
+    application's to bound. The scope's `state` has `abort`, which resets the connection.
 
     The descriptor stays the caller's: a later server can take the port over without a gap.
     """
@@ -158,6 +216,7 @@ async def serve_app(
     config.errorlog = None
     config.include_server_header = False
     config.keep_alive_timeout = limits.idle_s
+    config.websocket_max_message_size = max_message_bytes
     context = WorkerContext(None)
     connections = _Connections(max(MIN_CONNECTIONS, descriptor_limit() - RESERVED_DESCRIPTORS))
     wrapped = ASGIWrapper(app)
@@ -172,7 +231,8 @@ async def serve_app(
         connections.add(connection)
         try:
             # It is written for trio's SSLStream and takes any stream of that shape.
-            await _Server(wrapped, config, context, ConnectionState({}), connection)  # type: ignore[arg-type]
+            state = ConnectionState({"abort": connection.abort})
+            await _Server(wrapped, config, context, state, connection)  # type: ignore[arg-type]
         except Exception:
             log.exception("http_connection_failed")
         finally:

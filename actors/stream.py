@@ -33,6 +33,8 @@ class Stream:
         """Of the task that works for it."""
         self.over = False
         """Its terminal message is said or being said."""
+        self._reading = False
+        """Its session waits for somebody to read on."""
         self.sent = 0
         """Deltas."""
         self._forget = forget
@@ -53,10 +55,17 @@ class Stream:
         if self.session is not None:
             self.session.cancel("client_cancel")
 
+    def read(self, session: Session) -> None:
+        """From now on it says what this session says; a task runs it."""
+        self.session = session
+        self.scope = trio.CancelScope()
+        self._reading = True
+
     def leave(self, by: str) -> None:
-        """Its client is gone, or must be told otherwise."""
+        """Nobody hears any more what its session says."""
         self.finish()
-        if self.session is not None:
+        if self._reading and self.session is not None:
+            self._reading = False
             self.session.leave(by)
 
     def finish(self) -> None:
@@ -70,16 +79,13 @@ class Stream:
         self.finish()
         return Failed(error, self.name)
 
-    async def run(
-        self, session: Session, model: str, say: Callable[[ToClient], Awaitable[None]], *, resumed: bool
-    ) -> None:
+    async def run(self, opened: Opened, session: Session, say: Callable[[ToClient], Awaitable[None]]) -> None:
         """Say all that its session says. BROKEN when nobody listens."""
         events = session.events()
         choices = session.generation.n
         ends = 0
         try:
-            prompt_tokens = len(session.generation.prompt)
-            await say(Opened(self.name, session.request_id, model, prompt_tokens, choices, resumed))
+            await say(opened)
             async for event in events:
                 if isinstance(event, gateway.Delta):
                     await self._say_delta(event, session, say)
@@ -89,21 +95,23 @@ class Stream:
                     self.finish()
                 await say(end_message(self.name, self.sent, event, done=done))
             assert ends == choices, f"{ends} of {choices} choices have ended"
+            self._reading = False
         except gateway.Superseded:
+            self._reading = False
             error = StreamError("The request was resumed elsewhere.", 409, "superseded")
             await say(self.failed(error))
         except BROKEN:
             raise
         except Exception:
             log.exception("stream_failed", request_id=session.request_id)
+            self._reading = False
             session.cancel("stream_door")
             await say(self.failed(ours()))
         finally:
             # Where the events come from a generator, it must not be left to the garbage collector.
             if isinstance(events, AsyncGenerator):
                 await events.aclose()
-            if not self.over:
-                self.leave("shutdown")
+            self.leave("connection_closed")
 
     async def _say_delta(
         self, delta: gateway.Delta, session: Session, say: Callable[[ToClient], Awaitable[None]]

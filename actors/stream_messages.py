@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from actors import sessions as gateway
-from actors.openai import ApiError
+from actors.openai_error import ApiError
 from engine.stream_protocol import Delta, End, ScoredToken, StreamError
 
 
@@ -20,11 +20,8 @@ class _Switches(msgspec.Struct):
 
 def as_stream_error(error: ApiError) -> StreamError:
     """What HTTP would answer, as this protocol says it."""
-    retry = dict(error.headers).get(b"retry-after")
     inner = error.body.error
-    return StreamError(
-        inner.message, error.status, inner.code, inner.param, None if retry is None else float(retry)
-    )
+    return StreamError(inner.message, error.status, inner.code, inner.param, error.retry_after_s)
 
 
 def as_refused(refusal: gateway.Refused) -> StreamError:

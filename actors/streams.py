@@ -24,7 +24,7 @@ import msgspec
 import structlog
 import trio
 
-from actors.openai import ApiError
+from actors.openai_error import ApiError
 from actors.sessions import Refused
 from actors.stream import BROKEN, Stream
 from actors.stream_messages import as_refused, as_stream_error, check_switches, ours, too_many
@@ -35,6 +35,7 @@ from engine.stream_protocol import (
     Credit,
     End,
     Failed,
+    Opened,
     Ping,
     Pong,
     Resume,
@@ -46,7 +47,7 @@ from engine.stream_protocol import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from actors.requests import Intake
+    from actors.requests import Asked, Intake
     from actors.sessions import Generation, Session, Sessions
     from engine.stream_protocol import ToClient
 
@@ -54,8 +55,6 @@ log = structlog.get_logger()
 
 MAX_STREAMS = 256
 MAX_WAITING_BYTES = 16 * 2**20
-_LAST_WORDS_S = 1.0
-"""How long the errors of streams that a shutdown ended may take."""
 
 
 class _Named(msgspec.Struct):
@@ -141,16 +140,19 @@ class StreamPeer:
         await self._outbox.wait_ready()
 
     async def finish(self, seconds: float) -> None:
-        """Shut down: accept nothing more, and end every stream; after `seconds` with an error."""
+        """Shut down within so many seconds: accept nothing more, and wait for every stream's end.
+
+        Those that have none when half of the time is over end with an error.
+        """
         self._finishing = True
-        with trio.move_on_after(seconds):
+        with trio.move_on_after(seconds / 2):
             await self._wait_quiet()
         refusal = StreamError("The server is shutting down.", 503, "draining")
         for stream in list(self._streams.values()):
             stream.leave("shutdown")
             stream.scope.cancel()
             self._answer(Failed(refusal, stream.name))
-        with trio.move_on_after(_LAST_WORDS_S):
+        with trio.move_on_after(seconds / 2):
             await self._wait_quiet()
 
     def statistics(self) -> dict[str, int | float]:
@@ -265,12 +267,17 @@ class StreamPeer:
             if session := self._again(create):
                 self._run(stream, session, resumed=True)
                 return None
-            generation = await self._asked(create)
+            asked = await self._ask(create)
             if stream.over:
                 return None
             # Meanwhile another connection may have said the same.
             session = self._again(create)
-            self._run(stream, session or self._intake.open(generation), resumed=session is not None)
+            resumed = session is not None
+            if session is None:
+                session = self._intake.open(_resumable(asked.generation, create))
+                if asked.name is not None:
+                    log.info("request_named", request_id=session.request_id, name=asked.name)
+            self._run(stream, session, resumed=resumed)
         except ApiError as error:
             return stream.failed(as_stream_error(error))
         except Refused as refusal:
@@ -285,20 +292,26 @@ class StreamPeer:
         request = None if create.key is None else self._sessions.find(create.key)
         return None if request is None else self._sessions.resume(request, None)
 
-    async def _asked(self, create: Create) -> Generation:
+    async def _ask(self, create: Create) -> Asked:
         body = bytes(create.body)
         check_switches(body)
         ask = self._intake.chat if create.endpoint == "chat" else self._intake.completion
-        asked = await ask(body, client=self._client)
-        return msgspec.structs.replace(asked.generation, resumable=True, key=create.key or "")
+        return await ask(body, client=self._client)
 
     def _run(self, stream: Stream, session: Session, *, resumed: bool) -> None:
         """Have a task say what a session says."""
         self._unwait(stream)
-        stream.session = session
-        stream.scope = trio.CancelScope()
-        model = self._sessions.model.name
-        self._start(partial(stream.run, session, model, self._outbox.say, resumed=resumed), stream.scope)
+        stream.read(session)
+        opened = Opened(
+            stream=stream.name,
+            request=session.request_id,
+            model=self._sessions.model.name,
+            prompt_tokens=len(session.generation.prompt),
+            choices=session.generation.n,
+            resumed=resumed,
+            grace_s=self._sessions.resume_grace_s,
+        )
+        self._start(partial(stream.run, opened, session, self._outbox.say), stream.scope)
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.name]
@@ -346,6 +359,10 @@ class StreamPeer:
         while self._scopes:
             self._ended = trio.Event()
             await self._ended.wait()
+
+
+def _resumable(generation: Generation, create: Create) -> Generation:
+    return msgspec.structs.replace(generation, resumable=True, key=create.key or "")
 
 
 _decode_named = msgspec.json.Decoder(_Named).decode
