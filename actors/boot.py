@@ -67,6 +67,8 @@ class Boot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Descriptors of the sealed memfds."""
     listener: int | None = None
     """Descriptor of a gateway's bound TCP socket."""
+    clients: dict[str, int] = {}
+    """Endpoints at which a gateway's ZeroMQ clients connect, and the descriptors that listen there."""
 
     @property
     def incarnation(self) -> Incarnation:

@@ -51,7 +51,7 @@ class Processes:
         record = os.memfd_create(f"boot-{actor.name}")
         try:
             os.write(record, msgspec.json.encode(boot))
-            inherited = [record, *boot.segments.values()]
+            inherited = [record, *boot.segments.values(), *boot.clients.values()]
             if boot.listener is not None:
                 inherited.append(boot.listener)
             with _open_errors(errors) as stderr:

@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 HIGH_WATER_MARK = 10_000
+DOOR_GRACE_S = 0.8
+"""What clients have from a gateway's last word to its doors' end."""
 
 
 class HostClock(trio.abc.Clock):
@@ -119,19 +121,33 @@ def open_backend(boot: Boot, pool: memoryview) -> Backend:
     )
 
 
-async def serve_door(boot: Boot, sessions: Sessions, shutdown: trio.Event) -> None:
-    """Serve HTTP on the socket that the launcher bound."""
+async def serve_doors(boot: Boot, sessions: Sessions, shutdown: trio.Event) -> None:
+    """Serve HTTP and ZeroMQ on the sockets that the launcher bound."""
     from actors.http import serve_http
     from actors.http_server import ServerLimits
+    from actors.zeromq_door import DoorLimits, serve_zeromq
 
     assert boot.listener is not None
-    await serve_http(
+    max_body_bytes = boot.topology.gateway[boot.name].max_body_bytes
+    http = partial(
+        serve_http,
         sessions,
         listener_fd=boot.listener,
         shutdown=shutdown,
-        max_body_bytes=boot.topology.gateway[boot.name].max_body_bytes,
-        limits=ServerLimits(grace_s=0.8),
+        max_body_bytes=max_body_bytes,
+        limits=ServerLimits(grace_s=DOOR_GRACE_S),
     )
+    zeromq = partial(
+        serve_zeromq,
+        sessions,
+        listeners=boot.clients,
+        shutdown=shutdown,
+        max_body_bytes=max_body_bytes,
+        limits=DoorLimits(grace_s=DOOR_GRACE_S),
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(http)
+        nursery.start_soon(zeromq)
 
 
 async def live(boot: Boot) -> None:
@@ -146,7 +162,7 @@ async def live(boot: Boot) -> None:
             segments={name: segment.view for name, segment in segments.items()},
             compute=in_thread,
             open_backend=open_backend,
-            serve_door=partial(serve_door, boot) if boot.listener is not None else None,
+            serve_door=partial(serve_doors, boot) if boot.listener is not None else None,
         )
         await make_actor(world).run()
     finally:

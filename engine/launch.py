@@ -22,10 +22,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, leave)
 
 import argparse
-import errno
 import json
 import resource
-import socket
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -38,6 +36,7 @@ import trio
 
 from actors.boot import POOL, STANDBY, VITALS, Boot, longest_context, segment_sizes
 from actors.launcher import Launcher
+from actors.listeners import address_of, bind_client_paths, bind_client_ports, bind_doors
 from actors.logs import open_log
 from actors.processes import Processes
 from actors.run import HIGH_WATER_MARK, first_cause
@@ -54,6 +53,7 @@ from transport.segments import create_segment, map_segment
 from transport.zeromq import ZeroMQNetwork
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
     from engine.ids import Incarnation
@@ -88,6 +88,9 @@ class Launch:
     page_shape: PageShape
     context_length: int
     listeners: dict[str, socket.socket]
+    """Of HTTP, by gateway."""
+    clients: dict[str, dict[str, socket.socket]]
+    """Of ZeroMQ, by gateway and endpoint."""
     run_dir: Path
     segments: dict[str, int] = field(default_factory=dict)
 
@@ -111,12 +114,20 @@ class Launch:
             context_length=self.context_length,
             segments={name: self.segments[name] for name in sorted(needed)},
             listener=None if listener is None else listener.fileno(),
+            clients={at: door.fileno() for at, door in self.clients.get(actor.name, {}).items()},
         )
 
     def url(self) -> str:
         """Where the first gateway listens."""
-        host, port = next(iter(self.listeners.values())).getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"http://{address_of(next(iter(self.listeners.values())))}"
+
+    def urls(self) -> dict[str, str]:
+        """Where each gateway listens."""
+        return {gateway: f"http://{address_of(door)}" for gateway, door in self.listeners.items()}
+
+    def endpoints(self) -> dict[str, list[str]]:
+        """Where each gateway's ZeroMQ clients connect, the one in the run directory first."""
+        return {gateway: list(doors) for gateway, doors in self.clients.items()}
 
 
 # ── before the first process ──────────────────────────────────────────────────────────────────
@@ -137,29 +148,6 @@ def read_topology(name: str, settings: Sequence[str]) -> Topology:
     except UnicodeDecodeError as error:
         raise UsageError(f"{name}: is not UTF-8 text: {error.reason}") from None
     return parse(text, str(path), settings)
-
-
-def bind_doors(topology: Topology, stack: ExitStack) -> dict[str, socket.socket]:
-    """Bind every gateway's port here, so that it survives a restart of the gateway."""
-    listeners = {}
-    for name, table in topology.gateway.items():
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                table.host, table.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listener = stack.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            # From here on clients are queued, not refused, also while the gateway starts again.
-            listener.listen(512)
-        except OSError as error:
-            advice = ""
-            if error.errno == errno.EADDRINUSE:
-                advice = f"; stop what listens there or use --set gateway.{name}.port=0 for a free port"
-            said = f"gateway.{name}: cannot listen on {table.host}:{table.port}: {error.strerror}{advice}"
-            raise StartError(said) from None
-        listeners[name] = listener
-    return listeners
 
 
 def check_model(topology: Topology) -> None:
@@ -221,7 +209,13 @@ async def supervise(launch: Launch, started: float, ready_fd: int | None, signal
     terminal = Terminal()
 
     def ready() -> None:
-        facts = {"url": launch.url(), "run_dir": str(launch.run_dir), "pid": os.getpid()}
+        facts = {
+            "url": launch.url(),
+            "urls": launch.urls(),
+            "run_dir": str(launch.run_dir),
+            "pid": os.getpid(),
+            "endpoints": launch.endpoints(),
+        }
         line = json.dumps(facts) + "\n"
         with suppress(OSError):  # it is for people who look; the system serves without it
             (launch.run_dir / READY).write_text(line)
@@ -272,6 +266,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
     with ExitStack() as stack:
         with signals.interrupting():
             listeners = bind_doors(topology, stack)
+            ports = bind_client_ports(topology, stack)
             folder, config = find_model(topology, progress=True)
         shape = config.page_shape(topology.kv.page_tokens, topology.kv.dtype)
         name = Path(arguments.topology).stem
@@ -280,11 +275,15 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
         context = longest_context(topology, config)
         if context < config.context_length:
             say(f"kv.pages = {topology.kv.pages} holds {context} tokens: that is the longest context here")
-        made = Launch(topology, config, folder, shape, context, listeners, run_dir.path)
+        clients = bind_client_paths(ports, run_dir.path, stack)
+        made = Launch(topology, config, folder, shape, context, listeners, clients, run_dir.path)
         make_segments(made, stack)
         open_log(run_dir.path / LOGS / "launcher.jsonl", topology.launch.log_level)
         say(f"{__version__}, {topology.model.name or config.name}, topology {name}")
         say(f"run directory {run_dir.path}")
+        for doors in ports.values():
+            for endpoint in doors:
+                say(f"ZeroMQ clients at {endpoint}")
         try:
             trio.run(supervise, made, started, arguments.ready_fd, signals)
         except BaseExceptionGroup as group:
@@ -318,7 +317,10 @@ def describe(topology: Topology) -> str:
         named = key in ("gateway", "worker")
         for name, values in table.items() if named else [(None, table)]:
             lines += ["", f"[{key}.{name}]" if named else f"[{key}]"]
-            lines += [f"{entry} = {json.dumps(value)}" for entry, value in values.items()]
+            lines += [
+                f"{entry} = {json.dumps(value)}" if value is not None else f"# {entry} is not set"
+                for entry, value in values.items()
+            ]
     return "\n".join(lines)
 
 
@@ -347,7 +349,7 @@ def parser() -> argparse.ArgumentParser:
         "--ready-fd",
         type=int,
         metavar="N",
-        help="write one JSON line (url, run_dir, pid) to this inherited descriptor when ready",
+        help="write one JSON line (url, run_dir, pid, endpoints) to this inherited descriptor when ready",
     )
     command.add_argument("--version", action="version", version=f"estafet {__version__}")
     return command

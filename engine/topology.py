@@ -62,6 +62,8 @@ class GatewayTable(_Table, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 8000
     """0 takes a free one; the launcher prints it."""
+    zmq_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None = None
+    """Where ZeroMQ clients may connect by TCP; 0 takes a free one. Without, they do in the run directory."""
     max_open: Count = 256
     """Requests that may be open at once; one more is answered 429."""
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 1 << 20
@@ -331,13 +333,14 @@ def _check(topology: Topology, source: str) -> None:
         if names.count(name) > 1:
             raise _wrong(f"{source}: the name {name!r} is given to two actors")
     for name, gateway in topology.gateway.items():
-        door = (gateway.host, gateway.port)
-        if gateway.port and door in doors:
-            raise _wrong(
-                f"{source}: gateway.{name}.port = {gateway.port}: gateway.{doors[door]} listens there "
-                "already; expected another port, or 0 for a free one"
-            )
-        doors[door] = name
+        for key, port in (("port", gateway.port), ("zmq_port", gateway.zmq_port)):
+            door = (gateway.host, port or 0)
+            if port and door in doors:
+                raise _wrong(
+                    f"{source}: gateway.{name}.{key} = {port}: gateway.{doors[door]} listens there "
+                    "already; expected another port, or 0 for a free one"
+                )
+            doors[door] = name
     health = topology.health
     if health.deadline_s < 2 * health.tick_s:
         raise _wrong(

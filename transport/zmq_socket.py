@@ -82,8 +82,11 @@ class ZmqSocket:
         """Wait for all frames of one message; cancelled, it has taken none."""
         return await self._until_done(_IN, self.receive_frames_nowait)
 
-    def close(self) -> None:
-        """Drop what is queued, close the socket and wake its tasks with ClosedResourceError. Idempotent."""
+    def close(self, linger_ms: int = 0) -> None:
+        """Drop what is queued, close the socket and wake its tasks with ClosedResourceError. Idempotent.
+
+        `linger_ms`: so long what is queued may still leave, while the context waits for it.
+        """
         if self._closed:
             return
         self._closed = True
@@ -92,7 +95,7 @@ class ZmqSocket:
         for fd in self._fds.values():
             if fd != self._fd:
                 os.close(fd)
-        self._socket.close(linger=0)
+        self._socket.close(linger=linger_ms)
 
     def _option(self, option: int) -> int:
         return cast("int", self._socket.getsockopt(option))
