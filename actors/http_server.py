@@ -46,6 +46,7 @@ _KEEPALIVE = (
 )
 """A client whose host vanished without a word is noticed after a minute, also while nothing is sent."""
 _DRAIN_S = 2.0
+_DRAIN_BYTES = 16 * 2**20
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER value that makes close() drop unsent data and reset the connection."""
 
@@ -151,11 +152,12 @@ class _Server(TCPServer):
 
     async def _drain(self) -> None:
         """Read on for a moment, so that the peer reads what is wrong and not a reset."""
+        size = 0
         with trio.move_on_after(_DRAIN_S):
             try:
                 await self.stream.send_eof()
-                while await self.stream.receive_some(MAX_RECV):
-                    pass
+                while size < _DRAIN_BYTES and (data := await self.stream.receive_some(MAX_RECV)):
+                    size += len(data)
             except (trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError):
                 pass
 

@@ -2,7 +2,8 @@
 
 Tried with hypercorn 0.18: it inflates a compressed message before it looks at the size, goes on
 buffering a message that it has refused as too large, leaves its application waiting for ever when
-frames come before the handshake was answered, and treats what a peer does wrong as its own crash.
+frames come before the handshake was answered, keeps a connection whose handshake it has refused, and
+treats what a peer does wrong as its own crash.
 Here nothing is compressed, the first fault ends the connection, and it is a PeerFault.
 
 There is no HTTP/2: without TLS hardly anybody speaks it, and each of its bounds would have to be
@@ -90,6 +91,8 @@ class WebSocketStream(WSStream):
             await super().handle(event)
         except ProtocolError as error:
             raise PeerFault(str(error)) from None
+        if isinstance(event, Request) and self.closed:
+            raise PeerFault("the handshake is none")
 
     async def _handle_events(self) -> None:
         assert self.app_put is not None, "the handshake was accepted by an application"

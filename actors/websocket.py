@@ -143,9 +143,15 @@ def _check(scope: MutableMapping[str, Any]) -> None:
         raise ApiError(404, f"There is no WebSocket at {scope['path'][:200]}.", code="unknown_url")
     headers = dict(scope["headers"])
     origin: bytes | None = headers.get(b"origin")
-    host: bytes = headers.get(b"host", b"")
-    if origin is not None and urlsplit(origin.lower()).netloc != host.lower():
+    if origin is not None and _host_of(origin) != headers.get(b"host", b"").lower():
         raise ApiError(403, "Pages of other sites may not connect.", code="origin_refused")
+
+
+def _host_of(origin: bytes) -> bytes | None:
+    try:
+        return urlsplit(origin.lower()).netloc
+    except ValueError:
+        return None
 
 
 async def _refuse(refusal: ApiError, send: Send) -> None:
