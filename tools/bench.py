@@ -2,6 +2,8 @@
 
 python -m tools.bench kernels --model FOLDER [--json FILE]
 python -m tools.bench serve --topology local --concurrency 1,4,16,32 [--json FILE]
+python -m tools.bench fairness --topology local --flood 200 [--json FILE]
+python -m tools.bench streams --topology local --streams 1000 [--json FILE]
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from engine.model import read_config
 from engine.sampling import GREEDY, SamplingParams
 from kernels.backend import Backend, Rows
 from kernels.backends import NAMES, open_backend
-from tools import bench_serve, machine
+from tools import bench_fairness, bench_serve, bench_streams, machine
 
 PROMPT = 128
 """Tokens that each sequence holds before decode is timed, and of the timed prefill."""
@@ -53,19 +55,24 @@ def main(arguments: list[str] | None = None) -> int:
     kernels.add_argument("--seed", type=int, default=0)
     kernels.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     kernels.set_defaults(run=print_kernels)
-    serve = commands.add_parser(
-        "serve",
-        help="latency and throughput of a system, as its clients see it",
-        description=bench_serve.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    bench_serve.add_arguments(serve)
+    for name, module, says in (
+        ("serve", bench_serve, "latency and throughput of a system, as its clients see it"),
+        ("fairness", bench_fairness, "what a flood of one client costs another one"),
+        ("streams", bench_streams, "what very many open streams cost a gateway"),
+    ):
+        command = commands.add_parser(
+            name,
+            help=says,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:split])
     options.for_launcher = given[split + 1 :]
     if options.for_launcher and not getattr(options, "topology", None):
-        parser.error("what follows -- goes to a launcher, and only serve --topology has one")
+        parser.error("what follows -- goes to a launcher, and only --topology has one")
     options.command_line = command_line(given)
     code: int = options.run(options)
     return code

@@ -22,21 +22,16 @@ or used, 70 it did not stop cleanly, 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import random
-import signal
 import time
-from contextlib import nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
 from tqdm import tqdm
 
-from tools import machine, observe
+from tools import observe
 from tools.bench_client import Client, Outcome
 from tools.bench_load import (
     LEAD,
@@ -50,31 +45,14 @@ from tools.bench_load import (
     scale_of,
     single_token_words,
 )
+from tools.bench_system import add_system_arguments, count, milliseconds, run_with_system
 from tools.install import say
-from tools.system import Running, SystemFailed, launch_command, running_system
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 QUIET_S = 5.0
 """How long we wait after a run until all actors have published their last figures."""
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of all lies, between two of them by their distance; nan of none."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-def milliseconds(seconds: Sequence[float]) -> dict[str, float | None]:
-    """p50, p95 and p99 in milliseconds; None where there is nothing to say."""
-    found = {f"p{share}": percentile(seconds, share / 100) for share in (50, 95, 99)}
-    return {name: None if math.isnan(value) else round(1e3 * value, 2) for name, value in found.items()}
 
 
 def busy_shares(before: observe.Figures, after: observe.Figures, wall_s: float) -> dict[str, float]:
@@ -135,10 +113,10 @@ async def get_ready(client: Client) -> Prompts:
 
     overhead = await tokens_of([])
 
-    async def count(words: Sequence[str]) -> int:
+    async def counted(words: Sequence[str]) -> int:
         return await tokens_of(words) - overhead
 
-    words = await single_token_words(WORDS, count)
+    words = await single_token_words(WORDS, counted)
     if not words:
         raise BenchFailed("none of our words is one token of this model")
     return Prompts(words, overhead)
@@ -276,8 +254,8 @@ async def bench(url: str, arrivals: Sequence[Arrival], options: argparse.Namespa
         if concurrency is None:
             scaled = [options.scale(arrival, prompts.overhead) for arrival in arrivals]
         else:
-            count = options.requests or max(4, 2 * concurrency)
-            scaled = [Arrival(0.0, options.input, options.output)] * count
+            number = options.requests or max(4, 2 * concurrency)
+            scaled = [Arrival(0.0, options.input, options.output)] * number
         requests = planned(prompts, scaled, f"{options.seed} {concurrency}")
         name = "trace" if arrivals else f"{concurrency} clients"
         with tqdm(total=len(requests), desc=name, unit="answer", leave=False, disable=None) as bar:
@@ -305,78 +283,17 @@ def planned(prompts: Prompts, arrivals: Iterable[Arrival], seed: str) -> list[Re
     return found
 
 
-async def until_signal(work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any] | int:
-    """Do the work, or give it up at the first signal that asks us to end; then the signal's number."""
-    ended: dict[str, Any] | int = 0
-
-    async with trio.open_nursery() as nursery:
-
-        async def watch() -> None:
-            nonlocal ended
-            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
-                nursery.start_soon(do)
-                async for number in signals:
-                    ended = number
-                    nursery.cancel_scope.cancel()
-
-        async def do() -> None:
-            nonlocal ended
-            ended = await work()
-            nursery.cancel_scope.cancel()
-
-        nursery.start_soon(watch)
-    return ended
-
-
 def run(options: argparse.Namespace) -> int:
     """`serve`: the exit code."""
-    report: dict[str, Any] = {
-        "machine": {"cpu": machine.cpu(), "cores": machine.cores(), "memory": f"{machine.memory_gib()} GiB"},
-        "load_before": round(os.getloadavg()[0], 2),
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": machine.commit(),
-        "seed": options.seed,
-        "command": options.command_line,
-    }
-    # What is wrong with files is said before anything is started.
-    if options.json and not options.json.absolute().parent.is_dir():
-        say(f"--json {options.json}: there is no such folder")
-        return 2
     try:
         arrivals = read_trace(options.trace)[: options.limit] if options.trace else []
     except BenchFailed as error:
         say(str(error))
         return 2
-    try:
-        there = (
-            nullcontext(Running(options.url, "", 0))
-            if options.url
-            else running_system(launch_command(options.topology, options.for_launcher))
-        )
-        with there as system:
-            try:
-                found = trio.run(until_signal, lambda: bench(system.url, arrivals, options))
-            except BaseExceptionGroup as group:
-                raise _first(group) from None
-            if isinstance(found, int):
-                raise KeyboardInterrupt if found == signal.SIGINT else SystemExit(128 + found)
-            report |= found
-    except BenchFailed as error:
-        say(str(error))
-        return 3
-    except SystemFailed as error:
-        say(str(error))
-        return error.code
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    report = run_with_system(options, lambda system: bench(system.url, arrivals, options))
+    if isinstance(report, int):
+        return report
     return 1 if any(figures["errors"] for figures in report["runs"]) else 0
-
-
-def _first(error: BaseException) -> BaseException:
-    """What went wrong, out of the groups that nurseries wrap it in."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _numbers(text: str) -> list[int]:
@@ -384,12 +301,6 @@ def _numbers(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1, such as 1,4,16")
     return [int(part) for part in parts]
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
-    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -404,18 +315,14 @@ def _seconds(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `serve` can be told."""
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--topology", metavar="NAME", help="start this system (or topology file), stop it after"
-    )
-    where.add_argument("--url", help="measure a system that runs")
+    add_system_arguments(parser)
     parser.add_argument(
         "--concurrency", type=_numbers, default=[1, 4, 16, 32], metavar="N,…", help="default 1,4,16,32"
     )
-    parser.add_argument("--input", type=_count, default=128, metavar="TOKENS", help="of a prompt (128)")
-    parser.add_argument("--output", type=_count, default=64, metavar="TOKENS", help="of an answer (64)")
+    parser.add_argument("--input", type=count, default=128, metavar="TOKENS", help="of a prompt (128)")
+    parser.add_argument("--output", type=count, default=64, metavar="TOKENS", help="of an answer (64)")
     parser.add_argument(
-        "--requests", type=_count, metavar="N", help="a run (twice the concurrency, at least 4)"
+        "--requests", type=count, metavar="N", help="a run (twice the concurrency, at least 4)"
     )
     parser.add_argument(
         "--seconds", type=_seconds, default=300.0, metavar="S", help="no request starts later in a run (300)"
@@ -428,7 +335,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LENGTHS:TIMES",
         help="divide the trace's lengths and stretch its times by these",
     )
-    parser.add_argument("--limit", type=_count, metavar="N", help="the first N requests of a trace")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--limit", type=count, metavar="N", help="the first N requests of a trace")
     parser.set_defaults(run=run)

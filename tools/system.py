@@ -42,16 +42,23 @@ class Running:
     """Where a system that is ready can be reached."""
 
     url: str
+    """Of the first gateway."""
     run_dir: str
     pid: int
     """The launcher's."""
+    urls: tuple[str, ...] = ()
+    """Of all gateways."""
 
 
-def launch_command(topology: str, arguments: Sequence[str]) -> list[str]:
-    """The launcher on free ports, with further arguments that may say otherwise."""
+def launch_command(topology: str, arguments: Sequence[str], **of_gateways: int) -> list[str]:
+    """The launcher on free ports, with further arguments that may say otherwise.
+
+    `of_gateways` are keys of every gateway's table.
+    """
     command = [sys.executable, "-m", "engine.launch", topology]
     for name in _gateways(topology):
-        command += ["--set", f"gateway.{name}.port=0"]
+        for key, value in {"port": 0, **of_gateways}.items():
+            command += ["--set", f"gateway.{name}.{key}={value}"]
     return [*command, *arguments]
 
 
@@ -93,7 +100,8 @@ def running_system(command: Sequence[str], screen: Screen | None = None) -> Iter
                     f"the system could not be started (exit code {code})", code if code == 2 else 3
                 )
             facts = json.loads(line)
-            yield Running(facts["url"], facts["run_dir"], launcher.pid)
+            urls = tuple(facts.get("urls", {}).values())
+            yield Running(facts["url"], facts["run_dir"], launcher.pid, urls)
         except BaseException as error:
             if screen is not None and isinstance(error, KeyboardInterrupt):
                 screen.interrupted()  # before the launcher says that it stops

@@ -30,7 +30,8 @@ from tools.bench_load import (
     scale_of,
     single_token_words,
 )
-from tools.bench_serve import busy_shares, closed_loop, milliseconds, open_loop, percentile, summary
+from tools.bench_serve import busy_shares, closed_loop, open_loop, summary
+from tools.bench_system import milliseconds, percentile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
