@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import trio
 from hypercorn.protocol.events import Body, Data, Event, Request, StreamClosed
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol, H11WSConnection
-from hypercorn.protocol.ws_stream import FrameTooLargeError, WSStream
+from hypercorn.protocol.ws_stream import ASGIWebsocketState, FrameTooLargeError, WSStream
 from wsproto.connection import ConnectionState
 from wsproto.events import CloseConnection, Message, Ping
 from wsproto.frame_protocol import CloseReason
@@ -84,9 +84,20 @@ class Http1(H11Protocol):
 class WebSocketStream(WSStream):
     """A WebSocket whose faults end it."""
 
+    _giving: trio.CancelScope | None = None
+    """Of giving a message to the application."""
+
     async def handle(self, event: Event) -> None:
         if isinstance(event, (Body, Data)) and not (self.closed or self.handshake.accepted):
             raise PeerFault("frames came before the handshake was answered")
+        if isinstance(event, StreamClosed) and self.app_put is not None and not self.closed:
+            self.closed = True
+            # Its application hears of it when it listens again, and may be waiting for the very send that
+            # has broken: nobody waits for it here, nor goes on giving it what came before.
+            if self._giving is not None:
+                self._giving.cancel()
+            self.task_group.spawn(self.app_put, {"type": "websocket.disconnect", "code": self._close_code})
+            return
         try:
             await super().handle(event)
         except ProtocolError as error:
@@ -94,9 +105,17 @@ class WebSocketStream(WSStream):
         if isinstance(event, Request) and self.closed:
             raise PeerFault("the handshake is none")
 
+    @property
+    def _close_code(self) -> int:
+        """What the application is told that the connection ended with."""
+        ended = self.state in (ASGIWebsocketState.HTTPCLOSED, ASGIWebsocketState.CLOSED)
+        return CloseReason.NORMAL_CLOSURE if ended else CloseReason.ABNORMAL_CLOSURE
+
     async def _handle_events(self) -> None:
         assert self.app_put is not None, "the handshake was accepted by an application"
         for number, event in enumerate(self.connection.events(), 1):
+            if self.closed:
+                return
             if number % _BREATH == 0:
                 await trio.lowlevel.checkpoint()
             if isinstance(event, Message):
@@ -107,7 +126,8 @@ class WebSocketStream(WSStream):
                         CloseReason.MESSAGE_TOO_BIG, f"a message is larger than {self.buffer.max_length}"
                     )
                 if event.message_finished:
-                    await self.app_put(self.buffer.to_message())
+                    with trio.CancelScope() as self._giving:
+                        await self.app_put(self.buffer.to_message())
                     self.buffer.clear()
             elif isinstance(event, Ping):
                 await self._send_wsproto_event(event.response())

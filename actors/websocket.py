@@ -77,7 +77,9 @@ class WebSocketDoor:
                     nursery.cancel_scope.cancel()
         except Exception:
             log.exception("websocket_failed")
-            scope["state"]["abort"]()
+            socket.abort()
+            while not socket.gone:
+                await socket.hear()
 
     async def _listen(self, socket: _Socket, peer: StreamPeer, nursery: trio.Nursery) -> None:
         """Follow what the client says until it is gone.
@@ -106,7 +108,7 @@ class _Socket:
     def __init__(self, receive: Receive, send: Send, abort: Callable[[], None]) -> None:
         self._receive = receive
         self._send = send
-        self._abort = abort
+        self.abort = abort
         self._closing = False
         self.gone = False
 
@@ -134,7 +136,7 @@ class _Socket:
         with trio.move_on_after(_CLOSING_S):
             await self._send({"type": "websocket.close", "code": code, "reason": reason})
             await trio.sleep_forever()
-        self._abort()
+        self.abort()
 
 
 def _check(scope: MutableMapping[str, Any]) -> None:
