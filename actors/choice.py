@@ -187,7 +187,8 @@ class Choice:
         if self._text or self._told:
             text, self._text = self._text, ""
             tokens, self._told = tuple(self._told), []
-            return Delta(text, tokens, self.key.choice, self._transcript.sequence)
+            tail = self._transcript.tail if self._generation.resumable else ""
+            return Delta(text, tokens, self.key.choice, self._transcript.sequence, tail)
         if self.end is not None and not self._end_read:
             self._end_read = True
             return self.end

@@ -93,6 +93,8 @@ class GatewayActor(Actor):
             raise Draining
         if generation.key in self._keys:
             raise Refused("a request with this key is kept already")
+        if generation.resumable and not generation.key:
+            generation = msgspec.structs.replace(generation, key=secrets.token_hex(16))
         now = trio.current_time()
         if not self._choices:
             self._progress = now
@@ -132,15 +134,17 @@ class GatewayActor(Actor):
         return self._reader(request)
 
     def find(self, key: str) -> str | None:
-        """The id of the request that was opened under a client's own key, while it is kept."""
+        """The resume id of the request that was opened under a client's own key, while it is kept."""
         request = self._keys.get(key)
-        return None if request is None else request.name
+        return None if request is None else request.resume_id
 
-    def resume(self, request_id: str, positions: Sequence[Position] | None) -> Reader:
+    def resume(self, resume_id: str, positions: Sequence[Position] | None) -> Reader:
         """Go on reading a request; NotKept or Diverged when that cannot be."""
-        number = parse_request_name(request_id)
+        number = parse_request_name(resume_id.partition(".")[0])
         request = None if number is None else self._requests.get(number)
-        if request is None or not request.generation.resumable:
+        if request is None or not (
+            request.generation.resumable and secrets.compare_digest(request.resume_id.encode(), resume_id.encode())
+        ):
             raise NotKept(self._why_not_kept(number))
         reader = self._reader(request, positions)
         self._grace.discard(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Self
 
 import trio
@@ -40,6 +41,11 @@ class OpenRequest:
     def name(self) -> str:
         """How logs and clients name it."""
         return request_name(self.number)
+
+    @property
+    def resume_id(self) -> str:
+        """Its name and a secret that is made of its key; logs have the name alone."""
+        return f"{self.name}.{blake2b(self.generation.key.encode(), digest_size=8).hexdigest()}"
 
     @property
     def ended(self) -> bool:
@@ -81,6 +87,11 @@ class Reader:
     def request_id(self) -> str:
         """How logs and clients name the request."""
         return self.request.name
+
+    @property
+    def resume_id(self) -> str:
+        """What it takes to resume it."""
+        return self.request.resume_id
 
     @property
     def generation(self) -> Generation:

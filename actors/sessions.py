@@ -59,7 +59,7 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     resumable: bool = False
     """A client that goes away may come back for it, also after the gateway has died."""
     key: str = ""
-    """The client's own unguessable name of a resumable request, under which `find` finds it."""
+    """An unguessable name of a resumable request, under which `find` finds it; drawn where there is none."""
     ticket: bytes = b""
     """What the door wants to have again when the request is resumed."""
 
@@ -82,6 +82,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     choice: int = 0
     sequence: int = 0
     """The sequence number of the place behind it."""
+    tail: str = ""
+    """`tail_hash` of all text up to there, for a request that can be resumed."""
 
 
 class End(msgspec.Struct, frozen=True, gc=False):
@@ -132,6 +134,11 @@ class Session(Protocol):
         """What was asked for."""
         ...
 
+    @property
+    def resume_id(self) -> str:
+        """What it takes to resume it: the request's id and a secret, so that nobody can guess it."""
+        ...
+
     def events(self) -> AsyncIterator[Delta | End]:
         """Deltas as they are committed, exactly one End a choice, then the end of the iteration.
 
@@ -171,10 +178,10 @@ class Sessions(Protocol):
         ...
 
     def find(self, key: str) -> str | None:
-        """The id of the request that was opened under a client's own key, while it is kept."""
+        """The resume id of the request that was opened under a client's own key, while it is kept."""
         ...
 
-    def resume(self, request_id: str, positions: Sequence[Position] | None) -> Session:
+    def resume(self, resume_id: str, positions: Sequence[Position] | None) -> Session:
         """Go on reading a request; a position a choice, None from its beginning.
 
         NotKept or Diverged when that cannot be.

@@ -233,7 +233,7 @@ class StreamPeer:
         except Refused as refusal:
             self._answer(stream.failed(as_refused(refusal)))
         except Exception:
-            log.exception("stream_resume_failed", request_id=resume.request)
+            log.exception("stream_resume_failed", request_id=resume.request.partition(".")[0])
             self._answer(stream.failed(ours()))
         else:
             self._run(stream, session, resumed=True)
@@ -304,7 +304,7 @@ class StreamPeer:
         stream.read(session)
         opened = Opened(
             stream=stream.name,
-            request=session.request_id,
+            request=session.resume_id,
             model=self._sessions.model.name,
             prompt_tokens=len(session.generation.prompt),
             choices=session.generation.n,

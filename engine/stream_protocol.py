@@ -105,7 +105,7 @@ class Opened(StreamMessage, frozen=True, tag="opened"):
 
     stream: str
     request: str
-    """The id under which it is resumed and logged."""
+    """What `resume` needs: the id under which it is logged, a dot, and a secret."""
     model: str
     prompt_tokens: int
     choices: int

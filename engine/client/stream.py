@@ -41,7 +41,8 @@ class Stream:
     @property
     def request_id(self) -> str | None:
         """The gateway's name of the request, as in its logs; None before it was accepted."""
-        return self._exchange.request_id
+        name = self._exchange.request_id
+        return None if name is None else name.partition(".")[0]
 
     @property
     def model(self) -> str | None:
@@ -62,7 +63,7 @@ class Stream:
                 break
             await self._news.wait()
         await trio.lowlevel.checkpoint()
-        return self._exchange.request_id or ""
+        return self.request_id or ""
 
     async def text(self) -> str:
         """The rest of the text, of the first choice."""

@@ -15,6 +15,7 @@ from actors.sessions import Delta, DeltaToken, End, Generation, NotKept
 from engine.chat_template import TemplateError
 from engine.detokenizer import Detokenizer
 from engine.model import ModelConfig
+from engine.transcript import tail_hash
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -92,12 +93,22 @@ class ScriptedSession:
         self.taken = 0
         """How many events the door has taken."""
         self.sequence = [0] * generation.n
+        self.texts = [""] * generation.n
         self._send, self._receive = trio.open_memory_channel[Delta | End | Exception](100_000)
+
+    @property
+    def resume_id(self) -> str:
+        return f"{self.request_id}.secret"
+
+    def put(self, event: Delta | End) -> None:
+        self._send.send_nowait(event)
 
     def say(self, *texts: str, choice: int = 0) -> None:
         for text in texts:
             self.sequence[choice] += 1
-            self._send.send_nowait(Delta(text, choice=choice, sequence=self.sequence[choice]))
+            self.texts[choice] += text
+            tail = tail_hash(self.texts[choice])
+            self._send.send_nowait(Delta(text, (), choice, self.sequence[choice], tail))
 
     def tell(self, text: str, *tokens: DeltaToken) -> None:
         """Text with tokens, as for who asked for them."""
@@ -166,17 +177,17 @@ class ScriptedSessions:
         return session
 
     def find(self, key: str) -> str | None:
-        return next((s.request_id for s in self.opened if s.generation.key == key), None)
+        return next((s.resume_id for s in self.opened if s.generation.key == key), None)
 
-    def resume(self, request_id: str, positions: Sequence[Position] | None) -> ScriptedSession:
+    def resume(self, resume_id: str, positions: Sequence[Position] | None) -> ScriptedSession:
         """A new reader, whom the test serves; `resumed` says who asked for what."""
         if self.refusal is not None:
             raise self.refusal
-        before = next((s for s in self.opened if s.request_id == request_id), None)
+        before = next((s for s in self.opened if s.resume_id == resume_id), None)
         if before is None or not before.generation.resumable:
             raise NotKept
-        self.resumed.append((request_id, positions))
-        session = ScriptedSession(request_id, before.generation)
+        self.resumed.append((resume_id, positions))
+        session = ScriptedSession(before.request_id, before.generation)
         if positions is not None:
             session.sequence = [position.sequence for position in positions]
         self._send.send_nowait(session)

@@ -47,7 +47,7 @@ class Client:
         self.ends: dict[int, End] = {}
         self.gateway = system.gateways()[0]
         self.session: Session = self.gateway.open(generation)
-        self.request_id = self.session.request_id
+        self.resume_id = self.session.resume_id
         self.resumed = 0
 
     def positions(self) -> list[Position]:
@@ -62,6 +62,8 @@ class Client:
             self.ends[event.choice] = event
             return
         assert event.sequence > self.sequences[event.choice], "nothing new"
+        whole = self.texts[event.choice] + event.text
+        assert event.tail == (tail_hash(whole) if self.generation.resumable else "")
         assert event.choice not in self.ends or self.resumed, "text behind the end"
         self.texts[event.choice] += event.text
         self.tokens[event.choice] += [told.token for told in event.tokens]
@@ -69,7 +71,7 @@ class Client:
 
     def resume(self) -> None:
         self.gateway = self.system.gateways()[0]
-        self.session = self.gateway.resume(self.request_id, self.positions())
+        self.session = self.gateway.resume(self.resume_id, self.positions())
         self.resumed += 1
 
     async def read(self, deltas: int = 10**9) -> bool:
@@ -200,7 +202,7 @@ async def test_an_unread_end_can_be_read_again_and_nothing_twice(
             client.resume()
             await client.read_all()
             client.check()
-        again = front(system).resume(client.request_id, None)
+        again = front(system).resume(client.resume_id, None)
         events = [event async for event in again.events()]
         assert "".join(e.text for e in events if isinstance(e, Delta)) == client.texts[0]
         await trio.sleep(GRACE_S + 1)
@@ -227,8 +229,9 @@ async def test_a_client_with_other_text_is_refused(
             [right, right],
         ):
             with pytest.raises(Diverged):
-                gateway.resume(client.request_id, wrong)
-        for name in ("", "req-1", "req-ffffffffffffffff", client.request_id.upper()):
+                gateway.resume(client.resume_id, wrong)
+        request_id = client.session.request_id
+        for name in ("", "req-1", request_id, f"{request_id}.0123456789abcdef", client.resume_id + "0", f"{request_id}.é"):
             with pytest.raises(NotKept):
                 gateway.resume(name, [right])
         # It costs the one who reads nothing.
@@ -290,7 +293,7 @@ async def test_keys_find_requests_and_cancelled_ones_are_gone(
     gateway = front(system)
     with trio.fail_after(600):
         client = Client(system, asked(system, key="0123456789abcdef"))
-        assert gateway.find("0123456789abcdef") == client.request_id
+        assert gateway.find("0123456789abcdef") == client.resume_id
         with pytest.raises(Refused):
             gateway.open(asked(system, key="0123456789abcdef"))
         client.session.cancel("test")

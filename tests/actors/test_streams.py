@@ -123,7 +123,7 @@ async def test_a_stream_from_create_to_its_end() -> None:
     async with connected(ScriptedSessions(("Pa", "ris"))) as wire:
         wire.create()
         assert await idle(wire) == [
-            Opened("s", "r0", "Scripted-1M", 3, 1, grace_s=30.0),
+            Opened("s", "r0.secret", "Scripted-1M", 3, 1, grace_s=30.0),
             Delta("s", 1, "Pa", number=1),
             Delta("s", 2, "ris", number=2),
             End("s", "stop", 3, 7, done=True, number=2),
@@ -301,7 +301,7 @@ async def test_a_name_in_use_is_refused_without_ending_its_stream() -> None:
     async with connected() as wire:
         session = await wire.opened()
         wire.create()
-        wire.resume("r0")
+        wire.resume("r0.secret")
         session.say("a")
         session.end()
         await idle(wire)
@@ -509,14 +509,14 @@ async def test_another_connection_goes_on() -> None:
         first.peer.close("client_disconnect")
         assert session.left == ["client_disconnect"]
         async with connected(sessions) as second:
-            second.resume("r0", "mine", window=5)
+            second.resume("r0.secret", "mine", window=5)
             again = await sessions.next()
             again.say("b")
             again.end()
             await idle(second)
-            assert sessions.resumed == [("r0", CUT)]
+            assert sessions.resumed == [("r0.secret", CUT)]
             assert second.got == [
-                Opened("mine", "r0", "Scripted-1M", 3, 1, resumed=True, grace_s=30.0),
+                Opened("mine", "r0.secret", "Scripted-1M", 3, 1, resumed=True, grace_s=30.0),
                 Delta("mine", 2, "b", number=1),
                 End("mine", "stop", 3, 7, done=True, number=1),
             ]
@@ -545,7 +545,7 @@ async def test_a_stream_that_was_resumed_elsewhere_ends_here() -> None:
 async def test_what_cannot_be_resumed_is_refused(refusal: Exception, status: int, code: str) -> None:
     async with connected() as wire:
         wire.sessions.refusal = refusal
-        wire.resume("r0")
+        wire.resume("r0.secret")
         assert errors(await idle(wire)) == [("s", status, code)]
 
 
@@ -558,10 +558,10 @@ async def test_saying_create_again_with_its_key_makes_no_second_request() -> Non
         again.say("from the beginning")
         await idle(second)
         assert len(sessions.opened) == 1
-        assert sessions.resumed == [("r0", None)]
+        assert sessions.resumed == [("r0.secret", None)]
         opened = second.got[0]
         assert isinstance(opened, Opened)
-        assert (opened.request, opened.resumed) == ("r0", True)
+        assert (opened.request, opened.resumed) == ("r0.secret", True)
         assert second.texts() == ["from the beginning"]
 
 
@@ -576,7 +576,7 @@ async def test_the_same_key_said_twice_at_the_same_time_makes_one_request() -> N
         await sessions.next()
         await sessions.next()
         assert len(sessions.opened) == 1
-        assert sessions.resumed == [("r0", None)]
+        assert sessions.resumed == [("r0.secret", None)]
 
 
 # ── the end of a connection ───────────────────────────────────────────────────────────────────
@@ -632,7 +632,7 @@ async def test_a_shutdown_waits_for_the_ends(autojump_clock: MockClock) -> None:
         nursery.start_soon(wire.peer.finish, 2.0)
         await idle(wire)
         wire.create("late")
-        wire.resume("r0", "later")
+        wire.resume("r0.secret", "later")
         session.end("error", "the server shut down")
         await idle(wire)
         assert errors(wire.got) == [("late", 503, "draining"), ("later", 503, "draining")]
@@ -686,7 +686,7 @@ STEPS = st.one_of(
     said(
         "resume",
         stream=NAMES,
-        request=st.sampled_from(["r0", "r1", "r9"]),
+        request=st.sampled_from(["r0.secret", "r1.secret", "r9"]),
         positions=st.just([{"sequence": 1, "tail": "0" * 16}]),
         window=WINDOWS,
     ),

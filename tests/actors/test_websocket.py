@@ -92,7 +92,7 @@ async def test_a_stream_over_a_socket(opcode: int, pieces: int) -> None:
             await client.send_raw(frame(CONTINUED if number else opcode, piece, fin=number == pieces - 1))
             await client.send_raw(frame(PING, b"between"))
         assert await client.read_to_end() == [
-            Opened("s", "r0", "Scripted-1M", 3, 1, grace_s=30.0),
+            Opened("s", "r0.secret", "Scripted-1M", 3, 1, grace_s=30.0),
             Delta("s", 1, "Pa", number=1),
             Delta("s", 2, "ris", number=2),
             End("s", "stop", 3, 7, done=True, number=2),
@@ -149,12 +149,12 @@ async def test_coming_back_on_another_connection() -> None:
         assert (session.left, session.cancels) == (["client_disconnect"], [])
         async with websocket(door.port) as client:
             position = {"sequence": delta.sequence, "tail": tail_hash(delta.text)}
-            await client.send(type="resume", stream="again", request="r0", positions=[position])
+            await client.send(type="resume", stream="again", request="r0.secret", positions=[position])
             again = await door.sessions.next()
             again.say("is")
             again.end()
             assert [type(message) for message in await client.read_to_end()] == [Opened, Delta, End]
-        assert door.sessions.resumed[0][0] == "r0"
+        assert door.sessions.resumed[0][0] == "r0.secret"
 
 
 # ── handshakes ────────────────────────────────────────────────────────────────────────────────

@@ -381,7 +381,7 @@ async def test_a_stream_goes_on_behind_another_door(tmp_path: Path, by: str) -> 
         doors.open()
         second = await sessions.next()
         ((request, positions),) = sessions.resumed
-        assert (request, positions and positions[0].sequence) == ("r0", 2)
+        assert (request, positions and positions[0].sequence) == ("r0.secret", 2)
         second.say("a time")
         second.end()
         assert await stream.text() == "a time"
