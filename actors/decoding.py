@@ -41,8 +41,9 @@ def _invalid(error: msgspec.ValidationError) -> ApiError:
         else:
             code, what = "missing_required_parameter", "it is required"
     if what.startswith("Invalid enum value"):
-        # The only such field.
-        what = f"{what.removeprefix('Invalid enum value ')} is none of {', '.join(get_args(Role))}"
+        # The two fields that have such: a message's role, and the type of a piece of its content.
+        names = get_args(Role) if path.endswith("role") else ("text",)
+        what = f"{what.removeprefix('Invalid enum value ')} is none of {', '.join(names)}"
     # The values of a map have no better path than [...].
     param = path.removesuffix("[...]")[:200]
     if not param:

@@ -9,31 +9,41 @@
     GET  /health/ready           a token could be produced now
     GET  /statistics             what every actor last published of itself
     GET  /metrics                the same and more for Prometheus
+    GET  /openapi.json           all of this for programs (`actors.openapi`)
     GET  /v1/stream              a WebSocket (`actors.websocket`)
 
 Plain ASGI: there are few routes, and a framework between a token and its socket costs more than
-it gives. A client that goes away, or shuts its sending side down, cancels its session at once.
+it gives. A client that goes away, or shuts its sending side down, cancels its session at once,
+unless it asked with `X-Estafet-Resumable: true` for a stream that it may come back for: such events
+have ids, and the same request with `Last-Event-ID` goes on behind one, also after the gateway has died.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import structlog
 import trio
 
 from actors.answers import answer_for
+from actors.event_id import HEADER, EventId
 from actors.http_reply import Client, Receive, Reply, Send
 from actors.http_server import ServerLimits, serve_app
 from actors.metrics import CONTENT_TYPE
 from actors.openai_error import ApiError, server_error
 from actors.openai_response import Model, ModelList
+from actors.openapi import openapi_document
 from actors.requests import Intake, client_of_key
+from actors.sessions import Diverged, NotKept
+from actors.ticket import ticket_of
 from actors.websocket import PATH as WEBSOCKET_PATH
 from actors.websocket import WebSocketDoor
 from actors.wishes import check_name
+from engine import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -41,12 +51,15 @@ if TYPE_CHECKING:
     import msgspec
 
     from actors.requests import Asked
-    from actors.sessions import Sessions
+    from actors.sessions import Session, Sessions
 
 Scope = MutableMapping[str, Any]
+_URL = re.compile(rb"https?://[^/]*(?P<path>.*)", re.IGNORECASE)
 
 log = structlog.get_logger()
 
+RESUMABLE = "X-Estafet-Resumable"
+"""With this header a streamed answer outlives its connection."""
 MAX_BODY_BYTES = 4 * 2**20
 _ENVELOPE_BYTES = 2**16
 """What a message on a WebSocket may have around its body."""
@@ -89,6 +102,8 @@ class HttpDoor:
         self._model = Model(sessions.model.name, created=int(time.time()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope["raw_path"].startswith(b"/"):
+            scope = {**scope, "path": _path_of_url(scope["raw_path"])}
         if scope["type"] == "websocket":
             await self._websocket(scope, receive, send)
             return
@@ -148,6 +163,9 @@ class HttpDoor:
         elif path == "/metrics":
             _allow(method, "GET", "HEAD")
             await client.send_whole(200, self._sessions.render_metrics(), CONTENT_TYPE)
+        elif path == "/openapi.json":
+            _allow(method, "GET", "HEAD")
+            await client.send_json(200, openapi_document(self._sessions.model, __version__))
         elif path == WEBSOCKET_PATH:
             raise ApiError(
                 426,
@@ -162,20 +180,58 @@ class HttpDoor:
         headers = dict(scope["headers"])
         name = headers.get(b"x-request-id")
         name = None if name is None else check_name(name.decode("latin-1"))
+        resumable = _switch(headers, RESUMABLE)
         body = await self._body(scope, client)
         if body is None:
             return
-        asked = await prepare(body, client=client_of_key(headers.get(b"authorization")), name=name)
+        if last := headers.get(HEADER.lower().encode()):
+            # An event source sends its request again, whose answer is under way.
+            await self._go_on(client, last)
+            return
+        asked = await prepare(
+            body, client=client_of_key(headers.get(b"authorization")), name=name, resumable=resumable
+        )
+        if resumable and not asked.wishes.stream:
+            raise ApiError(
+                400, f"Only a stream can be resumed: {RESUMABLE!r} needs 'stream' to be true.", param="stream"
+            )
         session = self._intake.open(asked.generation)
         if asked.name is not None:
             # What the client knows its request by; logs have both names.
             log.info("request_named", request_id=session.request_id, name=asked.name)
-        sessions = self._sessions
-        answer = answer_for(asked.generation, session.request_id, sessions.model, sessions.text)
-        reply = Reply(session, client, answer, asked.name or session.request_id)
+        place = EventId.beginning(session) if resumable else None
+        await self._reply(session, client, place, stream=asked.wishes.stream)
+
+    async def _go_on(self, client: Client, last_event_id: bytes) -> None:
+        """Answer with what follows an event that another connection brought."""
+        place = EventId.parse(last_event_id)
+        try:
+            session = self._sessions.resume(place.resume_id, place.positions)
+        except NotKept as refusal:
+            raise ApiError(404, f"The stream is not kept: {refusal}.", code="stream_not_kept") from None
+        except Diverged as refusal:
+            raise ApiError(
+                409, f"The stream cannot be gone on with: {refusal}.", param=HEADER, code="stream_diverged"
+            ) from None
+        await self._reply(session, client, place, stream=True, goes_on=True)
+
+    async def _reply(
+        self,
+        session: Session,
+        client: Client,
+        place: EventId | None,
+        *,
+        stream: bool,
+        goes_on: bool = False,
+    ) -> None:
+        """Answer one request to its end, while somebody listens."""
+        sessions, generation = self._sessions, session.generation
+        answer = answer_for(generation, session.request_id, sessions.model, sessions.text)
+        name = ticket_of(generation).name or session.request_id
+        reply = Reply(session, client, answer, name, place, goes_on=goes_on)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.watch, session)
-            await reply.run(stream=asked.wishes.stream)
+            await reply.run(stream=stream)
             nursery.cancel_scope.cancel()
 
     async def _tell(
@@ -211,6 +267,20 @@ class HttpDoor:
         except trio.TooSlowError:
             raise ApiError(408, f"The body did not arrive within {_BODY_S:g} s.") from None
         return None if client.gone else b"".join(parts)
+
+
+def _switch(headers: dict[bytes, bytes], name: str) -> bool:
+    """Whether a header that is a switch is on; an ApiError when it says anything else than it may."""
+    value = headers.get(name.lower().encode(), b"false").strip().lower()
+    if value not in (b"true", b"1", b"false", b"0"):
+        raise ApiError(400, f"The header {name!r} can be true or false.", param=name)
+    return value in (b"true", b"1")
+
+
+def _path_of_url(target: bytes) -> str:
+    """The path in a request target that is a whole URL, as clients write it who take us for a proxy."""
+    url = _URL.match(target)
+    return unquote((url["path"] if url else target).decode("ascii")) or "/"
 
 
 def _allow(method: str, *allowed: str) -> None:

@@ -71,9 +71,10 @@ NEUTRAL_TEXT = {
 """The same for /v1/completions."""
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="text", tag_field="type"):
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One piece of a message whose content is given as a list."""
 
+    type: Literal["text"]
     text: str
 
 

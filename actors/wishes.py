@@ -169,7 +169,7 @@ def parse_tokenize(body: bytes, *, model: str) -> Conversation | RawPrompt:
             raise ApiError(400, "'add_special_tokens' needs a 'prompt'.", param="add_special_tokens")
         return _conversation(asked, asked.messages, len(body))
     for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
-        if getattr(asked, name) not in (None, {}):
+        if getattr(asked, name) is not None:
             raise ApiError(400, f"{name!r} needs 'messages'.", param=name)
     return RawPrompt(asked.prompt or "", bos=asked.add_special_tokens is not False)
 

@@ -342,6 +342,65 @@ async def test_a_request_may_bring_its_own_name() -> None:
         assert len(door.sessions.opened) == 2
 
 
+async def test_choices_have_their_index_and_count_the_prompt_once() -> None:
+    async with served(ScriptedSessions(("Hel", "lo"))) as door:
+        whole = (await door.chat(n=3)).json()
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+        assert {choice["message"]["content"] for choice in whole["choices"]} == {"Hello"}
+        assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 21, "total_tokens": 24}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last, done = events((await door.chat(n=3, **options)).text)
+        assert (done, last["choices"], last["usage"]["total_tokens"]) == ("[DONE]", [], 24)
+        for index in range(3):
+            own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert own[0]["delta"] == {"role": "assistant", "content": ""}
+            assert "".join(piece["delta"].get("content", "") for piece in own) == "Hello"
+            assert [piece["finish_reason"] for piece in own] == [None, None, None, "stop"]
+        request = {"model": MODEL.name, "prompt": "hi", "n": 2, "best_of": 2, "echo": True}
+        response = await door.client.post("/v1/completions", json=request)
+        assert [choice["text"] for choice in response.json()["choices"]] == ["hiHello", "hiHello"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reason", ["error", "cancelled"])
+async def test_when_one_choice_fails_the_others_are_given_up(stream: bool, reason: str) -> None:
+    async with served(ScriptedSessions()) as door, trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            response = await door.chat(n=3, stream=stream)
+            if stream:
+                *_, last = events(response.text)
+                assert "[DONE]" not in response.text
+            else:
+                assert response.status_code == (500 if reason == "error" else 503)
+                last = response.json()
+            assert last["error"]["type"] == "server_error"
+
+        nursery.start_soon(ask)
+        session = await door.sessions.next()
+        session.say("a", choice=0)
+        session.end(choice=0)
+        session.end(reason, "no pages", choice=1)
+        await session.cancelled.wait()
+        session.say("never shown", choice=2)
+        session.end(choice=2)
+    assert session.cancels == ["failed_choice"]
+
+
+async def test_an_api_key_says_who_asks_and_is_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    async with served(ScriptedSessions(("x",))) as door:
+        post = partial(door.client.post, "/v1/chat/completions")
+        for user in ("a", "b"):
+            await post(json=body(user=user), headers={"authorization": "Bearer sk-secret"})
+        await post(json=body(user="a"))
+        await post(json=body(temperature=9), headers={"authorization": "Bearer sk-secret"})
+    one, two, three = (session.generation.client for session in door.sessions.opened)
+    assert one == two
+    assert one.startswith("key:")
+    assert three == "user:a"
+    assert "secret" not in capsys.readouterr().out
+
+
 async def test_template_variables_reach_the_template() -> None:
     async with served(ScriptedSessions(("x",))) as door:
         assert (await door.chat(chat_template_kwargs={"enable_thinking": False})).is_success
@@ -518,6 +577,12 @@ async def test_other_routes() -> None:
         ready = await get("/health/ready")
         assert (ready.status_code, ready.json()["reason"]) == (503, "no worker can decode")
         assert (await get("/")).json()["error"]["code"] == "unknown_url"
+        for target, status in [("http://a.b:1/v1/models?x=1", 200), ("HTTPS://a/health/live", 200)]:
+            request = door.client.build_request("GET", "/", extensions={"target": target.encode()})
+            assert (await door.client.send(request)).status_code == status, target
+        for target in ("http://a.b", "http://", "ftp://a/v1/models", "*", "http://a/v1%2Fmodelsx"):
+            request = door.client.build_request("GET", "/", extensions={"target": target.encode()})
+            assert (await door.client.send(request)).status_code == 404, target
         assert (await door.client.post("/v1/embeddings", content=b"x" * 200_000)).status_code == 404
         wrong = await get("/v1/chat/completions")
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")

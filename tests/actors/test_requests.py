@@ -1,0 +1,153 @@
+"""The intake: what a body becomes, before any door has opened a session."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+from scripted_sessions import MODEL, ScriptedSessions, body
+
+from actors.answers import answer_for
+from actors.openai_error import ApiError
+from actors.requests import Asked, Intake, client_of_key
+from actors.sessions import Draining, QueueFull, Refused
+from actors.ticket import ticket_of
+
+
+async def chat(intake: Intake | None = None, /, client: str = "", **parameters: object) -> Asked:
+    intake = intake or Intake(ScriptedSessions())
+    return await intake.chat(json.dumps(body(**parameters)).encode(), client=client)
+
+
+async def complete(*, resumable: bool = False, key: str = "", **parameters: object) -> Asked:
+    request = {"model": MODEL.name, "prompt": "hi"} | parameters
+    return await Intake(ScriptedSessions()).completion(
+        json.dumps(request).encode(), resumable=resumable, key=key
+    )
+
+
+async def test_choices_and_priority_reach_the_generation() -> None:
+    generation = (await chat()).generation
+    assert (generation.n, generation.priority, generation.client) == (1, 0, "")
+    assert (generation.resumable, generation.key) == (False, "")
+    generation = (await chat(n=16, priority=-100)).generation
+    assert (generation.n, generation.priority) == (16, -100)
+    generation = (await complete(n=2, best_of=2, priority=100, logprobs=5)).generation
+    assert (generation.n, generation.priority, generation.logprobs) == (2, 100, 5)
+    generation = (await complete(best_of=1, logprobs=0, echo=False)).generation
+    assert (generation.n, generation.logprobs) == (1, 0)
+
+
+async def test_a_key_says_who_asks_before_a_user_does() -> None:
+    assert (await chat(user="me")).generation.client == "user:me"
+    assert (await chat(safety_identifier="us")).generation.client == "user:us"
+    assert (await chat(user="", safety_identifier="us")).generation.client == "user:us"
+    assert (await chat(user="me", safety_identifier="us")).generation.client == "user:me"
+    assert (await chat(user=" \x1b[2J\r\n\u202e ")).generation.client == "user:[2J"
+    assert (await chat(user=" \n")).generation.client == ""
+    assert (await chat(user="\u00fc" * 100)).generation.client == "user:" + "\u00fc" * 64
+    for user in ("me", "another"):
+        assert (await chat(client="key:1", user=user)).generation.client == "key:1"
+
+
+def test_a_key_is_told_by_its_digest_only() -> None:
+    name = client_of_key(b"Bearer sk-secret")
+    assert name == client_of_key(b"bearer   sk-secret ")
+    assert name != client_of_key(b"Bearer sk-secret2")
+    kind, digest = name.split(":")
+    assert (kind, len(digest)) == ("key", 16)
+    assert int(digest, 16) >= 0
+    assert "secret" not in name
+    for nothing in (None, b"", b"Bearer", b"Bearer ", b"Basic abc", b"sk-secret"):
+        assert client_of_key(nothing) == ""
+    assert client_of_key(b"Bearer \xff\xfe").startswith("key:")
+
+
+async def test_the_ticket_answers_the_request_again() -> None:
+    sessions = ScriptedSessions()
+    intake = Intake(sessions)
+    body_ = json.dumps(body(stream=True, stream_options={"include_usage": True})).encode()
+    asked = await intake.chat(body_, name="mine", resumable=True, key="k" * 16)
+    assert (asked.generation.resumable, asked.generation.key, asked.name) == (True, "k" * 16, "mine")
+    ticket = ticket_of(asked.generation)
+    assert (ticket.kind, ticket.name, ticket.include_usage, ticket.echo) == ("chat", "mine", True, None)
+    assert len(asked.generation.ticket) < 64
+    assert b'"id":"chatcmpl-mine"' in answer_for(asked.generation, "r7", MODEL, sessions.text).head()
+    asked = await intake.chat(json.dumps(body(request_id="theirs")).encode(), name="mine")
+    assert asked.name == ticket_of(asked.generation).name == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "shown"),
+    [
+        ({}, "hi"),
+        ({"prompt": [104, 105]}, "hi"),
+        ({"add_special_tokens": False}, "hi"),
+        ({"prompt": ""}, ""),
+        ({"prompt": "ü"}, "ü"),
+    ],
+)
+async def test_an_echo_is_what_the_client_wrote(parameters: dict[str, object], shown: str) -> None:
+    generation = (await complete(echo=True, **parameters)).generation
+    head = answer_for(generation, "r7", MODEL, ScriptedSessions().text).head()
+    assert head == b"" if shown == "" else f'"text":"{shown}"'.encode() in head
+
+
+async def test_scores_of_completions_and_resuming_exclude_each_other() -> None:
+    with pytest.raises(ApiError) as refusal:
+        await complete(logprobs=1, resumable=True)
+    assert refusal.value.body.error.param == "logprobs"
+    assert (await complete(resumable=True, key="k" * 16)).generation.resumable
+
+
+async def test_how_a_conversation_ends_reaches_the_template() -> None:
+    sessions = ScriptedSessions()
+    intake = Intake(sessions)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for parameters, expected in [
+        ({}, {}),
+        ({"add_generation_prompt": True, "continue_final_message": False}, {}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        ({"continue_final_message": True}, {"continue_final_message": True}),
+        (
+            {
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+                "chat_template_kwargs": {"a": 1},
+            },
+            {"continue_final_message": True, "a": 1},
+        ),
+    ]:
+        await chat(intake, messages=turns, **parameters)
+        assert sessions.text.variables == expected
+        await intake.tokenize(json.dumps({"messages": turns} | parameters).encode())
+        assert sessions.text.variables == expected
+
+
+async def test_refusals_of_the_gateway_have_a_status() -> None:
+    sessions = ScriptedSessions()
+    intake = Intake(sessions)
+    generation = (await chat(intake)).generation
+    assert intake.open(generation).generation is generation
+    for refusal, status, retry in [(QueueFull("x"), 429, 1), (Draining(), 503, None), (Refused(), 503, None)]:
+        sessions.refusal = refusal
+        with pytest.raises(ApiError) as error:
+            intake.open(generation)
+        assert (error.value.status, error.value.retry_after_s) == (status, retry)
+
+
+async def test_a_long_text_waits_for_the_thread_and_a_short_one_for_nobody() -> None:
+    sessions = ScriptedSessions()
+    intake = Intake(sessions)
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(refused, intake, "x" * 20_000)
+            await chat(intake)
+    assert sorted(sessions.text.threads) == [False, True, True, True]
+
+
+async def refused(intake: Intake, content: str) -> None:
+    with pytest.raises(ApiError, match="context holds"):
+        await chat(intake, messages=[{"role": "user", "content": content}])
