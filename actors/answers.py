@@ -120,11 +120,14 @@ class ChatAnswer:
 
     def delta(self, delta: Delta) -> bytes:
         """The event of one delta."""
-        added = ChunkDelta(content=delta.text)
-        logprobs, token_ids = None, UNSET
+        choice = ChunkChoice(ChunkDelta(content=delta.text), index=delta.choice)
         if delta.tokens:
-            logprobs, token_ids = self._logprobs(delta.tokens), _token_ids(self._generation, delta.tokens)
-        choice = ChunkChoice(added, index=delta.choice, logprobs=logprobs, token_ids=token_ids)
+            choice = ChunkChoice(
+                choice.delta,
+                index=delta.choice,
+                logprobs=self._logprobs(delta.tokens),
+                token_ids=_token_ids(self._generation, delta.tokens),
+            )
         return self._event([choice], self._no_usage)
 
     def end(self, end: End) -> bytes:

@@ -9,7 +9,7 @@ Source of the format: OpenAI's API reference, "Chat completions" and "Completion
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
 from msgspec import Meta
@@ -244,7 +244,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 def with_neutral(name: str, body: type[Generating], neutral: dict[str, Only]) -> type[Generating]:
     """A body that may have the neutral parameters too: decoded at any value, documented at theirs."""
-    return msgspec.defstruct(
+    whole = msgspec.defstruct(
         name,
         [(field, _documented(only), None) for field, only in neutral.items()],
         bases=(body,),
@@ -253,6 +253,7 @@ def with_neutral(name: str, body: type[Generating], neutral: dict[str, Only]) ->
         forbid_unknown_fields=True,
         kw_only=True,
     )
+    return cast("type[Generating]", whole)
 
 
 def _documented(only: Only) -> Any:

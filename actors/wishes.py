@@ -41,7 +41,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
     messages: list[dict[str, object]]
     """Each with a role, a content and perhaps a name, all strings."""
-    variables: dict[str, object]
+    variables: dict[str, Any]
     """Of the client, for the template, and how the prompt ends where that is not as usual."""
     chars: int
     """What it costs to tokenise, in characters of text."""
@@ -213,7 +213,7 @@ def _conversation(asked: Chat | TokenizeRequest, messages: list[Message], size: 
             f"'chat_template_kwargs.{name}' is not the client's to set.",
             param=f"chat_template_kwargs.{name}",
         )
-    ending: dict[str, object] = {}
+    ending: dict[str, bool] = {}
     if asked.continue_final_message:
         if asked.add_generation_prompt:
             raise ApiError(
