@@ -42,14 +42,17 @@ class Connection:
             if endpoint.startswith("tcp://["):
                 socket.setsockopt(zmq.IPV6, 1)
             monitor = socket.get_monitor_socket(_UP | _DOWN)
-            socket.connect(endpoint)
         except BaseException:
-            socket.disable_monitor()
             socket.close(linger=0)
             raise
         self._zmq = socket
         self._socket = ZmqSocket(socket)
         self._monitor = ZmqSocket(monitor)
+        try:
+            socket.connect(endpoint)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -57,9 +60,14 @@ class Connection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._monitor.close()
-        self._zmq.disable_monitor()
-        self._socket.close()
+        self.close()
+
+    def close(self) -> None:
+        """Drop what is queued. Idempotent."""
+        if not self._zmq.closed:
+            self._monitor.close()
+            self._zmq.disable_monitor()
+            self._socket.close()
 
     async def wait_up(self) -> None:
         """Until a gateway has answered."""

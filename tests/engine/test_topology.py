@@ -91,6 +91,8 @@ def test_the_three_promised_topologies_are_shipped() -> None:
         ("[kv]\npages = 1", ("kv.pages = 1", ">= 2")),
         ("[gateway.g]\nport = 65536", ("gateway.g.port = 65536", "<= 65535")),
         ("[gateway.g]\nport = -1", ("gateway.g.port = -1", ">= 0")),
+        ("[gateway.g]\nzmq_port = 65536", ("gateway.g.zmq_port = 65536", "<= 65535")),
+        ('[gateway.g]\nzmq_port = "x"', ("gateway.g.zmq_port = 'x'", "expected int")),
         ("[health]\ntick_s = 0", ("health.tick_s = 0", "> 0")),
         ("[health]\ntick_s = nan", ("health.tick_s = nan", "> 0")),
         ("[launch]\ndrain_s = inf", ("launch.drain_s = inf", "<= 86400")),
@@ -115,6 +117,11 @@ def test_the_three_promised_topologies_are_shipped() -> None:
         # Twice.
         ("[gateway.both]", ("'both'", "two actors")),
         ("[gateway.a]\n[gateway.b]", ("gateway.b.port = 8000", "gateway.a", "another port")),
+        ("[gateway.a]\nzmq_port = 8000", ("gateway.a.zmq_port = 8000", "gateway.a", "another port")),
+        (
+            "[gateway.a]\nport = 1\nzmq_port = 7\n[gateway.b]\nport = 7",
+            ("gateway.b.port = 7", "gateway.a listens"),
+        ),
         # Not TOML.
         ("= 3", ("not TOML", "line")),
         (f"[kv]\npages = {'9' * 5000}", ("not TOML", "digits")),
@@ -160,6 +167,13 @@ def test_long_values_are_cut() -> None:
 def test_two_gateways_may_ask_for_any_free_port_or_other_hosts() -> None:
     parse(f"{BASE}[gateway.b]\nport = 0\n[gateway.c]\nport = 0\n", "")
     parse(f'{BASE}[gateway.b]\nport = 80\n[gateway.c]\nhost = "127.0.0.2"\nport = 80\n', "")
+
+
+def test_zeromq_clients_have_a_port_when_they_are_given_one() -> None:
+    assert parse(BASE, "").gateway["front"].zmq_port is None
+    any_free = parse(BASE, "", ["gateway.front.zmq_port=0"])
+    assert any_free.gateway["front"].zmq_port == 0
+    parse(f"{BASE}[gateway.b]\nport = 0\nzmq_port = 0\n", "", ["gateway.front.zmq_port=0"])
 
 
 def test_settings_replace_what_the_file_says() -> None:
