@@ -331,13 +331,7 @@ class Exchange:
             self._fail(GenerationFailed(message.error or "the request failed inside the server"))
             return
         finish = Finish(message.reason, message.prompt_tokens, message.completion_tokens, message.choice)
-        if message.reason == "cancelled" and progress.behind:
-            # What was told again and cut short is no other answer.
-            progress.finish = finish
-            is_new = True
-        else:
-            is_new = progress.end(finish)
-        if is_new and self._wanted:
+        if progress.end(finish) and self._wanted:
             self._events.append(finish)
             self.news()
         if all(choice.finish is not None for choice in self._choices) and not self._is_behind():

@@ -81,9 +81,9 @@ class Progress:
 
     def end(self, finish: Finish) -> bool:
         """It is complete; whether that is new. Diverged when it ended before what was told before."""
-        if self._chars_over:
+        if self._chars_over and finish.reason != "cancelled":
             raise Diverged("asked again, the request has a shorter answer than before")
-        self._tokens_over = 0
+        self._chars_over = self._tokens_over = 0
         self._end_over = False
         if self.finish is not None:
             return False
