@@ -33,13 +33,6 @@ if TYPE_CHECKING:
 
     from engine.ids import SequenceKey
 
-BYPASSES = 8
-"""Placements of others that may pass a client whose next request does not fit the free pages.
-
-After so many nobody behind it is placed, so that running ones end and it fits: a large request is
-delayed by small ones of others, not starved.
-"""
-
 
 class Fairness(msgspec.Struct, frozen=True):
     """What the operator says about clients."""
@@ -48,6 +41,14 @@ class Fairness(msgspec.Struct, frozen=True):
     """Shares of the clients that do not have 1; positive."""
     reserve: float = 0.125
     """Share of the slots that only clients without a slot may take."""
+    bypasses: int = 8
+    """Placements of others that may pass a client whose next request does not fit the free pages.
+
+    After so many nobody behind it is placed, so that running ones end and it fits: a large request
+    is delayed by small ones of others, not starved.
+    """
+    look_past: int = 32
+    """Clients whose next request does not fit that are looked past for one that does: a message's cost."""
 
     def weight(self, client: str) -> float:
         """The client's share, relative to others."""

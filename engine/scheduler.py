@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import msgspec
 
 from engine.core import Send, Statistics
-from engine.fairness import BYPASSES, Claim, Fairness, FairQueue, Ticket, give_way
+from engine.fairness import Claim, Fairness, FairQueue, Ticket, give_way
 from engine.messages import (
     Drain,
     Place,
@@ -81,6 +81,18 @@ class Entry:
         """The workers of which it holds a prefill slot and a decode slot."""
         needs_prefill = self.fact.stage == "prefilling" and not self.beside
         return self.fact.prefill if needs_prefill else None, self.fact.decode
+
+
+class Turn(NamedTuple):
+    """What is placed next."""
+
+    client: Client
+    entry: Entry
+    where: tuple[Incarnation, Incarnation]
+    """The workers that prefill and decode."""
+    beside: bool
+    starved: list[Client]
+    """Those before it whose pages are not there."""
 
 
 class Scheduler:
@@ -155,28 +167,22 @@ class Scheduler:
         """Take what a gateway says of a choice, in place of what was known."""
         fact = entry.fact
         if known is not None:
-            same = (known.fact.client, known.ticket) == (fact.client, entry.ticket)
-            if same and not known.active and not entry.active:
-                # Only said again: its client keeps its turn.
-                known.fact, known.source = fact, entry.source
-                self._siblings.put(fact)
-                return
             entry.charged = known.charged
             entry.beside = known.beside and entry.active
         self._slots.vacate(fact.key)
         self._enter(entry)
+        self._admit(fact.key.request)
         if known is not None:
             # After the new one came in, or its client would have left for a moment.
             self._leave(known)
-        self._admit(fact.key.request)
 
     def _forget(self, entry: Entry) -> None:
         key = entry.fact.key
-        self._slots.vacate(key)
-        self._leave(entry)
         del self._entries[key]
         self._siblings.drop(key)
         self._admit(key.request)
+        self._slots.vacate(key)
+        self._leave(entry)
 
     def _enter(self, entry: Entry) -> None:
         fact = entry.fact
@@ -200,8 +206,8 @@ class Scheduler:
             self._queue.release(fact.client)
 
     def _admit(self, request: int) -> None:
-        """Queue the choices of a request that may be placed, and hold the others back."""
-        for key, may in self._siblings.waiting(request).items():
+        """Queue the choices of a request that may be placed, then hold the others back."""
+        for key, may in sorted(self._siblings.waiting(request).items(), key=lambda choice: not choice[1]):
             entry = self._entries[key]
             if entry.queued != may:
                 entry.queued = may
@@ -211,51 +217,48 @@ class Scheduler:
     # ── placement ─────────────────────────────────────────────────────────────────────────────
 
     def _place(self) -> list[Send]:
-        """Place whoever can be, in the order of turns.
-
-        A placement only takes room, so whoever was passed before it is not looked at again.
-        """
         sends: list[Send] = []
+        while (turn := self._next()) is not None:
+            sends.append(self._placed(turn))
+        return sends
+
+    def _next(self) -> Turn | None:
+        """Whose turn it is of those that can be placed, and where; those that cannot are passed."""
+        free, turn = self._slots.free(), 0
         starved: list[Client] = []
-        turn, free = 0, self._slots.free()
         while self._open(free) and (client := self._queue.at(turn)) is not None:
             entry = self._entries[client.waiting[0].key]
             sibling = self._sibling_place(entry.fact)
             beside = sibling is not None
-            where = None
-            if self._may_hold(client, free, beside):
-                if not self._pages_suffice(entry.fact, beside):
-                    if client.bypassed >= BYPASSES:
-                        break
-                    starved.append(client)
-                elif sibling is not None:
-                    where = sibling, sibling
-                else:
-                    where = self._slots.where(entry.fact.excluding)
-            if where is None:
-                turn += 1
+            turn += 1
+            if not self._may_hold(client, free, beside):
                 continue
-            for passed in starved:
-                passed.bypassed += 1
-            self.bypasses += len(starved)
-            sends.append(self._placed(client, entry, where, beside))
-            free = self._slots.free()
-        return sends
+            if not self._pages_suffice(entry.fact, beside):
+                if client.bypassed >= self.fairness.bypasses or len(starved) == self.fairness.look_past:
+                    break
+                starved.append(client)
+                continue
+            where = self._slots.where(entry.fact.excluding) if sibling is None else (sibling, sibling)
+            if where is not None:
+                return Turn(client, entry, where, beside, starved)
+        return None
 
-    def _placed(
-        self, client: Client, entry: Entry, where: tuple[Incarnation, Incarnation], beside: bool
-    ) -> Send:
-        waited, (prefill, decode) = entry.fact, where
+    def _placed(self, turn: Turn) -> Send:
+        entry, (prefill, decode) = turn.entry, turn.where
+        waited = entry.fact
+        for client in turn.starved:
+            client.bypassed += 1
         self._stages["waiting"] -= 1
-        entry.queued, entry.beside = False, beside
+        entry.queued, entry.beside = False, turn.beside
         entry.fact = msgspec.structs.replace(
             waited, term=waited.term + 1, stage="prefilling", prefill=prefill, decode=decode, excluding=()
         )
         self._enter(entry)
-        self._queue.place(client, self._cost(entry))
+        self._queue.place(turn.client, self._cost(entry))
         entry.charged = True
         self.placements += 1
-        self.placements_beside += beside
+        self.placements_beside += turn.beside
+        self.bypasses += len(turn.starved)
         return Send(entry.source, Place(waited.key, waited.term, prefill, decode))
 
     def _cost(self, entry: Entry) -> int:
@@ -265,7 +268,7 @@ class Scheduler:
         """
         if entry.charged:
             return 1
-        return entry.fact.limit - (entry.fact.length - 1) * entry.beside
+        return max(1, entry.fact.limit - (entry.fact.length - 1) * entry.beside)
 
     # ── whether there is room ─────────────────────────────────────────────────────────────────
 
