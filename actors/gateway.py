@@ -234,6 +234,7 @@ class GatewayActor(Actor):
             self.cancel(request, by)
         elif request.number in self._requests and not request.delivered:
             request.reader = None
+            request.wake()
             log.info("request_left", request_id=request.name, by=by, grace_s=self._grace.seconds)
             self._wait_for_reader(request)
 

@@ -206,7 +206,7 @@ class HttpDoor:
         """Answer with what follows an event that another connection brought."""
         place = EventId.parse(last_event_id)
         try:
-            session = self._sessions.resume(place.resume_id, place.positions)
+            session = self._sessions.resume(place.resume_id, tuple(place.positions))
         except NotKept as refusal:
             raise ApiError(404, f"The stream is not kept: {refusal}.", code="stream_not_kept") from None
         except Diverged as refusal:

@@ -10,12 +10,13 @@ import structlog
 import trio
 
 from actors.openai_error import server_error
-from actors.sessions import Delta, End
+from actors.sessions import Delta, End, Superseded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     from actors.answers import Answer
+    from actors.event_id import EventId
     from actors.sessions import Session
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -25,6 +26,8 @@ log = structlog.get_logger()
 
 _encode = msgspec.json.Encoder().encode
 _DRAIN_BYTES = 64 * 2**20
+RETRY_MS = 500
+"""When the client of a resumable stream may come back: a gateway has started again by then."""
 _DRAIN_S = 2.0
 """How much of a refused body is still read, so that the client reads the refusal and not a reset."""
 _SSE_HEADERS = (
@@ -91,7 +94,7 @@ class Client:
             return  # The server says so, too, when the response has been sent.
         self.gone = True
         log.info("http_client_disconnected", request_id=session.request_id)
-        session.cancel("client_disconnect")
+        session.leave("client_disconnect")
 
 
 class Reply:
@@ -99,14 +102,28 @@ class Reply:
 
     Nothing is sent before the first event, so that a request which fails before its first token
     gets a real status. Its choices succeed together: when one fails, the others are given up. When
-    the client is gone the events are still read to their End.
+    the client is gone the events are still read to their End, or until somebody resumes them.
     """
 
-    def __init__(self, session: Session, client: Client, answer: Answer, name: str) -> None:
-        """`name`: what the client knows the request by."""
+    def __init__(
+        self,
+        session: Session,
+        client: Client,
+        answer: Answer,
+        name: str,
+        place: EventId | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """`name`: what the client knows the request by; `place`: where a stream that can be resumed is.
+
+        `goes_on`: it was begun on another connection.
+        """
         self._session = session
         self._client = client
         self._answer = answer
+        self._place = place
+        self._goes_on = goes_on
         self._headers = ((b"x-request-id", name.encode()),)
         self._streaming = False
         self._failed = False
@@ -122,6 +139,9 @@ class Reply:
         except trio.Cancelled:
             self._session.cancel("shutdown")
             raise
+        except Superseded:
+            # By whoever resumed it, or it waits for somebody who does.
+            await self._fail(409, "The stream is read on another connection.")
         except Exception:
             log.exception("http_reply_failed", request_id=self._session.request_id)
             self._session.cancel("http_door")
@@ -143,22 +163,32 @@ class Reply:
                     await self._client.send_json(200, self._answer.whole(deltas, ends), self._headers)
 
     async def _stream(self, events: AsyncIterator[Delta | End]) -> None:
-        answer = self._answer
-        head = answer.head()
+        answer, place = self._answer, self._place
+        head = b"" if self._goes_on else answer.head()
+        if place is not None:
+            head = b"retry: %d\n\n" % RETRY_MS + head
+        told = frozenset(place.ended) if place is not None else frozenset()
         ends: list[End] = []
         async for event in events:
             if isinstance(event, Delta):
                 if not (self._client.gone or self._failed):
-                    await self._send_events(head + answer.delta(event))
+                    await self._send_events(head + self._at(event) + answer.delta(event))
                     head = b""
             elif await self._succeeded(event):
                 ends.append(event)
-                data = head + answer.end(event)
+                data = head + (b"" if event.choice in told else self._at(event) + answer.end(event))
                 head = b""
                 if len(ends) < self._session.generation.n:
                     await self._send_events(data)
                 else:
                     await self._send_events(data + answer.tail(ends) + b"data: [DONE]\n\n", more=False)
+
+    def _at(self, event: Delta | End) -> bytes:
+        """The line that says where the stream is with this event."""
+        if self._place is None:
+            return b""
+        self._place.took(event)
+        return self._place.line()
 
     async def _send_events(self, data: bytes, *, more: bool = True) -> None:
         if not self._streaming:

@@ -142,7 +142,8 @@ class Session(Protocol):
     def events(self) -> AsyncIterator[Delta | End]:
         """Deltas as they are committed, exactly one End a choice, then the end of the iteration.
 
-        To be iterated once. Superseded when another session of the same request was made.
+        To be iterated once. Superseded when another session of the same request was made, or may be,
+        since this one was left.
         """
         ...
 

@@ -11,7 +11,7 @@ import trio
 
 from actors.http import serve_http
 from actors.http_server import ServerLimits
-from actors.sessions import Delta, DeltaToken, End, Generation, NotKept
+from actors.sessions import Delta, DeltaToken, End, Generation, NotKept, Superseded
 from engine.chat_template import TemplateError
 from engine.detokenizer import Detokenizer
 from engine.model import ModelConfig
@@ -107,7 +107,7 @@ class ScriptedSession:
         for text in texts:
             self.sequence[choice] += 1
             self.texts[choice] += text
-            tail = tail_hash(self.texts[choice])
+            tail = tail_hash(self.texts[choice]) if self.generation.resumable else ""
             self._send.send_nowait(Delta(text, (), choice, self.sequence[choice], tail))
 
     def tell(self, text: str, *tokens: DeltaToken) -> None:
@@ -142,7 +142,9 @@ class ScriptedSession:
     def leave(self, by: str) -> None:
         self.left.append(by)
         self.gone.set()
-        if not self.generation.resumable:
+        if self.generation.resumable:
+            self.crash(Superseded())
+        else:
             self.cancel(by)
 
 

@@ -168,6 +168,10 @@ async def test_whoever_resumes_takes_the_stream_over(
             await anext(old.events())
         old.leave("test")
         old.cancel("test")
+        client.session.leave("test")
+        with pytest.raises(Superseded):
+            await anext(client.session.events())
+        client.resume()
         await client.read_all()
         client.check()
 
@@ -231,7 +235,14 @@ async def test_a_client_with_other_text_is_refused(
             with pytest.raises(Diverged):
                 gateway.resume(client.resume_id, wrong)
         request_id = client.session.request_id
-        for name in ("", "req-1", request_id, f"{request_id}.0123456789abcdef", client.resume_id + "0", f"{request_id}.é"):
+        for name in (
+            "",
+            "req-1",
+            request_id,
+            f"{request_id}.0123456789abcdef",
+            client.resume_id + "0",
+            f"{request_id}.é",
+        ):
             with pytest.raises(NotKept):
                 gateway.resume(name, [right])
         # It costs the one who reads nothing.
