@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from launches import STORY, Launch, wait_until
+from launches import ROOT, STORY, Launch, wait_until
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
@@ -103,6 +105,17 @@ class Reader:
         """Lose the connection without a word."""
         assert self.socket is not None
         self.socket.socket.shutdown(socket.SHUT_RDWR)
+
+
+def test_the_example_for_people_works(launch: Launch) -> None:
+    section = (ROOT / "actors" / "README.md").read_text().partition("## Streams")[2]
+    example = section.partition("```python\n")[2].partition("```")[0]
+    host = launch.url.removeprefix("http://").removesuffix("/v1")
+    example = example.replace("127.0.0.1:8000", host)
+    said = subprocess.run(
+        [sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=True, env={}
+    )
+    assert "Paris" in said.stdout
 
 
 def test_a_stream_says_what_http_says(launch: Launch, undisturbed: list[str]) -> None:
