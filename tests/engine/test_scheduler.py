@@ -20,6 +20,7 @@ from scheduler_desk import (
     Desk,
     E,
     P,
+    choices_placed,
     gateway,
     key_of,
     placed,
@@ -197,6 +198,107 @@ def test_requests_on_a_dead_worker_hold_their_other_slot_until_they_are_taken_ba
     assert desk.submit(1, 2) == [1]
     assert desk.core.peers((), [D], 0.0) == []
     assert [place.decode for place in places(desk.tell(FRONT, waiting(1, term=3)))] == [E]
+
+
+# ── siblings ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_choice_is_prefilled_and_the_others_join_it_where_it_decodes() -> None:
+    desk = Desk((P, 4, 0), (D, 0, 8), (E, 0, 8))
+    assert desk.ask(1, choices=4) == [(1, 0)]
+    sends = desk.tell(FRONT, msgspec.structs.replace(desk.told[key_of(1)], term=2, stage="decoding"))
+    where = desk.told[key_of(1)].decode
+    assert [(p.key.choice, p.prefill, p.decode) for p in places(sends)] == [
+        (n, where, where) for n in (1, 2, 3)
+    ]
+    assert desk.core.statistics()["placements_beside"] == 3
+
+
+def test_joining_a_sibling_takes_no_prefill_slot_but_a_decode_slot() -> None:
+    desk = Desk((P, 2, 0), (D, 0, 3))
+    assert desk.ask(1, choices=2) == [(1, 0)]
+    assert desk.ask(2) == [(2, 0)]
+    assert desk.accepted(1) == [(1, 1)], "the third decode slot"
+    assert desk.ask(3) == []
+    assert [place.decode for place in places(desk.end(2))] == [D]
+    assert desk.told[key_of(3)].stage == "prefilling", "of the two prefill slots none was taken"
+
+
+def test_who_waits_for_a_sibling_holds_nobody_back() -> None:
+    desk = Desk((P, 1, 0), (D, 0, 8))
+    desk.ask(1)
+    assert desk.ask(2, choices=3) == desk.ask(3) == []
+    assert desk.accepted(1) == [(2, 0)], "the lowest choice"
+    assert desk.accepted(2) == [(2, 1), (2, 2), (3, 0)]
+    desk = Desk((P, 4, 0), (D, 0, 8))
+    assert desk.ask(1, choices=3) == [(1, 0)]
+    assert desk.ask(2) == [(2, 0)], "the same client's next, past two that wait for their sibling"
+
+
+def test_when_the_sibling_ends_the_next_choice_is_placed_as_usual() -> None:
+    desk = Desk((P, 4, 0), (D, 0, 8))
+    assert desk.ask(1, choices=3) == [(1, 0)]
+    assert choices_placed(desk.end(1)) == [(1, 1)]
+    assert desk.core.statistics()["placements_beside"] == 0
+
+
+def test_when_the_sibling_is_lost_it_joins_those_that_joined_it() -> None:
+    desk = Desk((P, 4, 0), (D, 0, 8))
+    assert desk.ask(1, choices=3) == [(1, 0)]
+    assert desk.taken_back(1) == [(1, 0)]
+    assert desk.accepted(1) == [(1, 1), (1, 2)]
+    assert desk.taken_back(1) == [], "two are about to decode"
+    assert desk.accepted(1, 2) == [(1, 0)]
+    assert desk.core.statistics()["placements_beside"] == 3
+
+
+def test_a_sibling_without_room_beside_it_is_no_reason_to_wait() -> None:
+    desk = Desk((P, 4, 0), (D, 0, 1), (E, 0, 4))
+    desk.tell(FRONT, RequestFact(key_of(1), 2, "decoding", 1.0, 9, 100, P, D))
+    fact = RequestFact(key_of(1, choice=1), 0, "waiting", 1.0, 9, 100)
+    assert [(p.prefill, p.decode) for p in places(desk.tell(FRONT, fact))] == [(P, E)]
+
+
+def test_joining_takes_but_the_pages_that_the_siblings_do_not_share() -> None:
+    desk = Desk((P, 4, 0), (D, 0, 8), free=20)
+    desk.ask(1, length=40, choices=3)
+    desk.pool(3)
+    assert desk.accepted(1) == [(1, 1)], "one page, and one of growth for each"
+    assert choices_placed(desk.pool(5)) == [(1, 2)]
+
+
+def test_of_siblings_so_many_give_way_that_pages_become_free() -> None:
+    """Those that read each other's pages may have none of their own."""
+    desk = Desk((P, 9, 0), (D, 0, 9))
+    desk.decoding(1)
+    desk.ask(2, choices=3)
+    desk.accepted(2)
+    desk.accepted(2, 1)
+    desk.accepted(2, 2)
+    keys = [send.message.key for send in desk.tell(ALLOCATOR, PoolExhausted(D))]  # type: ignore[union-attr]
+    assert [key.choice for key in keys] == [2, 1, 0]
+    assert {key.request for key in keys} == {key_of(2).request}
+
+
+# ── who says it ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_request_belongs_to_the_gateway_that_says_it_whoever_named_it() -> None:
+    desk = Desk((B, 4, 4))
+    desk.submit(1, 2)
+    again = Incarnation("front", 2)
+    assert desk.core.peers([gateway(again)], [FRONT], 0.0) == []
+    assert desk.core.statistics()["requests"] == 0
+    [send] = desk.tell(again, waiting(1, term=3))
+    assert send == Send(again, Place(key_of(1), 3, B, B)), "a name of its former life"
+    desk.tell(again, RequestFact(key_of(1), 5, "decoding", 1.0, 9, 100, B, B))
+    desk.tell(again, RequestFact(key_of(3, again), 2, "decoding", 3.0, 9, 100, B, B))
+    assert [send.to for send in desk.tell(ALLOCATOR, PoolExhausted(B))] == [again]
+    assert desk.tell(BACK, RequestEnded(key_of(1), 5)) == []
+    assert desk.core.statistics()["requests"] == 2, "another gateway's word ends nothing"
+    desk.core.peers((), [again], 0.0)
+    desk.core.check()
+    assert desk.core.statistics()["requests"] == 0
 
 
 # ── preemption ────────────────────────────────────────────────────────────────────────────────
