@@ -47,7 +47,8 @@ class ClientCore:
         self._opened += 1
         exchange = Exchange(self._opened, request, self._patience, self._say, now)
         self._exchanges[self._opened] = exchange
-        self.turn(now)
+        exchange.turn(now, self.is_connected)
+        self._ping(now)
         return exchange
 
     def close(self, now: float) -> None:
@@ -116,9 +117,7 @@ class ClientCore:
         for exchange in list(self._exchanges.values()):
             exchange.turn(now, self.is_connected)
         self._sweep()
-        if self.is_connected and self._exchanges and now >= self._pinged + self._patience.ping_s:
-            self._pinged = now
-            self._say(Ping())
+        self._ping(now)
 
     def next_turn(self) -> float:
         """When to call `turn`, and look whether the connection `is_dead`, if nothing happens before."""
@@ -144,6 +143,11 @@ class ClientCore:
             "connections": self.connections,
             "strange_messages": self.strange,
         }
+
+    def _ping(self, now: float) -> None:
+        if self.is_connected and self._exchanges and now >= self._pinged + self._patience.ping_s:
+            self._pinged = now
+            self._say(Ping())
 
     def _say(self, message: ToGateway) -> None:
         if self.is_connected:

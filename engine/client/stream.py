@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -32,6 +33,7 @@ class Stream:
         """`flush` sends what the exchange has said."""
         self._exchange = exchange
         self._flush = flush
+        self._token = trio.lowlevel.current_trio_token()
         self._finishes: dict[int, Finish] = {}
         # The exchange must not hold the stream, which could else never be let go.
         self._news = news = _News()
@@ -86,9 +88,7 @@ class Stream:
 
     def close(self) -> None:
         """Leave it: cancelled unless it is complete, and nothing more comes. Idempotent."""
-        if not self._exchange.is_complete:
-            self._exchange.abandon(trio.current_time())
-            self._flush()
+        _abandon(self._exchange, self._flush)
 
     async def wait(self) -> None:
         """Wait until `take` has something, or nothing will ever come."""
@@ -137,10 +137,16 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        # `async for … break` leaves a stream that nobody can read on. Another thread, or the end of
-        # the program, may collect it when there is no client to tell.
-        if not self._exchange.is_complete and trio.lowlevel.in_trio_run():
-            self.close()
+        # `async for … break` leaves a stream that nobody can read on; any thread may collect it.
+        if not self._exchange.is_complete:
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(_abandon, self._exchange, self._flush)
+
+
+def _abandon(exchange: Exchange, flush: Callable[[], None]) -> None:
+    if not exchange.is_complete:
+        exchange.abandon(trio.current_time())
+        flush()
 
 
 class _News:

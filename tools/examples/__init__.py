@@ -1,0 +1,1 @@
+"""Small programs with `engine.client`, to read and to run against a system that serves."""
