@@ -106,8 +106,10 @@ class ScriptedSession:
     def say(self, *texts: str, choice: int = 0) -> None:
         for text in texts:
             self.sequence[choice] += 1
-            self.texts[choice] += text
-            tail = tail_hash(self.texts[choice]) if self.generation.resumable else ""
+            tail = ""
+            if self.generation.resumable:
+                self.texts[choice] += text
+                tail = tail_hash(self.texts[choice])
             self._send.send_nowait(Delta(text, (), choice, self.sequence[choice], tail))
 
     def tell(self, text: str, *tokens: DeltaToken) -> None:
@@ -159,6 +161,8 @@ class ScriptedSessions:
         self.refusal: Exception | None = None
         self.reason: str | None = None
         self.opened: list[ScriptedSession] = []
+        self.readers: list[ScriptedSession] = []
+        """All that were opened or resumed."""
         self.resumed: list[tuple[str, Sequence[Position] | None]] = []
         self._send, self._receive = trio.open_memory_channel[ScriptedSession](1000)
 
@@ -170,6 +174,7 @@ class ScriptedSessions:
             raise self.refusal
         session = ScriptedSession(f"r{len(self.opened)}", generation)
         self.opened.append(session)
+        self.readers.append(session)
         if self.script is None:
             self._send.send_nowait(session)
         else:
@@ -192,6 +197,7 @@ class ScriptedSessions:
         session = ScriptedSession(before.request_id, before.generation)
         if positions is not None:
             session.sequence = [position.sequence for position in positions]
+        self.readers.append(session)
         self._send.send_nowait(session)
         return session
 

@@ -758,6 +758,33 @@ async def play(steps: list[Step]) -> None:
             wire.peer.check()
 
 
+async def lose(steps: list[Step]) -> None:
+    """Play with sessions that never end, and lose the connection."""
+    sessions = ScriptedSessions()
+    async with trio.open_nursery() as nursery:
+        wire = Wire(sessions, nursery)
+        for kind, what in steps:
+            match kind:
+                case "say":
+                    wire.say(**what)
+                case "raw":
+                    wire.say_raw(what)
+                case "read":
+                    wire.read(what)
+                case "wait":
+                    await wait_all_tasks_blocked()
+                case _:
+                    pass
+        wire.peer.close("client_disconnect")
+        wire.peer.check()
+        with trio.fail_after(5):
+            await wait_all_tasks_blocked()
+        assert not nursery.child_tasks
+    for session in sessions.readers:
+        assert len(session.left) <= 1
+        assert session.left or session.cancels
+
+
 def assert_told(got: list[ToClient], begun: int) -> None:
     """Every stream is opened at most once, is numbered without a gap, and ends once; nothing follows."""
     live: dict[str, int] = {}
@@ -790,6 +817,12 @@ def test_every_create_and_resume_is_told_its_end_once(steps: list[Step]) -> None
     with structlog.testing.capture_logs() as logs:
         trio.run(play, steps)
     assert {entry["event"] for entry in logs} <= {"stream_failed", "request_named"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(STEPS, max_size=40))
+def test_a_lost_connection_leaves_every_request_once_whatever_was_said(steps: list[Step]) -> None:
+    trio.run(lose, steps)
 
 
 @settings(max_examples=200, deadline=None)
