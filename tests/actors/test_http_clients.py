@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -200,6 +201,86 @@ async def test_broken_http_is_answered_and_survived() -> None:
         assert (await door.chat()).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"G",
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 1",
+    ],
+)
+async def test_a_connection_that_never_becomes_a_request_is_closed(sent: bytes) -> None:
+    async with served(ScriptedSessions(("x",)), limits=ServerLimits(idle_s=0.4)) as door:
+        stream = await trio.open_tcp_stream("127.0.0.1", door.port)
+        await stream.send_all(sent)
+        async with stream, trio.open_nursery() as nursery:
+
+            async def trickle() -> None:
+                """One more byte now and then does not prolong it."""
+                for _ in range(100):
+                    await trio.sleep(0.05)  # what this client does, not what the test waits for
+                    try:
+                        await stream.send_all(b"x")
+                    except trio.BrokenResourceError:
+                        return
+
+            if sent:
+                nursery.start_soon(trickle)
+            try:
+                while await stream.receive_some():
+                    pass
+            except trio.BrokenResourceError:
+                pass  # closed on unread data
+            nursery.cancel_scope.cancel()
+        assert (await door.chat()).status_code == 200
+
+
+async def test_a_body_that_does_not_arrive_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.http._BODY_S", 0.2)
+    async with served(ScriptedSessions(("x",))) as door:
+        stream = await trio.open_tcp_stream("127.0.0.1", door.port)
+        await stream.send_all(
+            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b'content-length: 50\r\n\r\n{"prompt":'
+        )
+        assert b" 408 " in await read_until(stream, b"did not arrive")
+        await stream.aclose()
+        assert door.sessions.opened == []
+
+
+async def test_floods_are_refused() -> None:
+    """What is too much is known before it is looked at: by its number, or by its length."""
+    async with served(ScriptedSessions(("x",)), max_body_bytes=4 * 2**20) as door:
+        began = time.process_time()
+        for change, param in [
+            ({"stop": ["x"] * 10_000}, "stop"),
+            ({"stop": [f"{n}" for n in range(10_000)]}, "stop"),
+            ({"stop_token_ids": [1] * 10_000}, "stop_token_ids"),
+            ({"logit_bias": {str(n): 1 for n in range(10_000)}}, "logit_bias"),
+            ({"x" * 100_000: 1}, "x" * 200),
+            ({"messages": [{"role": "user", "content": "x" * 2_000_000}]}, "messages"),
+            ({"model": "x" * 1_000_000}, "model"),
+            ({"tools": [{}] * 100_000}, "tools"),
+        ]:
+            response = await door.chat(**change)
+            assert response.status_code in (400, 404), param
+            assert response.json()["error"]["param"] == param
+            assert len(response.content) < 2_000
+        flood = b"".join(b"x-%d: y\r\n" % number for number in range(20_000))
+        for head in (flood, b"cookie: " + b"y" * 1_000_000 + b"\r\n", b"x: y\r\n" * 100_000):
+            stream = await trio.open_tcp_stream("127.0.0.1", door.port)
+            try:
+                await stream.send_all(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n")
+                assert b" 200 " not in await stream.receive_some()
+            except trio.BrokenResourceError:
+                pass  # closed on unread data
+            await stream.aclose()
+        assert time.process_time() - began < 5
+        assert (await door.chat()).status_code == 200
+        assert len(door.sessions.opened) == 1
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -220,7 +301,13 @@ BODIES = st.fixed_dictionaries(
         "stop": st.text() | st.lists(st.text(), max_size=5) | VALUES,
         "stream": st.booleans() | VALUES,
         "stream_options": st.just({"include_usage": True}) | VALUES,
-        "n": st.just(1) | VALUES,
+        "n": st.integers(0, 17) | VALUES,
+        "best_of": st.integers(0, 3) | VALUES,
+        "priority": st.integers(-101, 101) | VALUES,
+        "logprobs": st.booleans() | st.integers(-1, 6) | VALUES,
+        "echo": st.booleans() | VALUES,
+        "continue_final_message": st.booleans() | VALUES,
+        "add_generation_prompt": st.booleans() | VALUES,
         "prompt": st.text() | st.lists(st.integers(0, 300), max_size=3) | VALUES,
         "tokens": st.lists(st.integers(0, 255), max_size=3) | VALUES,
         "logit_bias": st.dictionaries(st.integers(-1, 300).map(str), st.integers(-100, 101)) | VALUES,
