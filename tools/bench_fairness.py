@@ -15,7 +15,6 @@ or used, 70 it did not stop cleanly, 130 interrupted.
 from __future__ import annotations
 
 import random
-import time
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -61,6 +60,15 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(report, int):
         return report
     return 1 if any(figures["errors"] for figures in report["runs"]) else 0
+
+
+def markdown(report: dict[str, Any]) -> list[str]:
+    """The table of a report, line by line."""
+    lines = [
+        "| who | TTFT p50 / p95 / p99, ms | answers | errors | p95 × alone |",
+        "|:---|---:|---:|---:|---:|",
+    ]
+    return [*lines, *(f"| {' | '.join(cells(run))} |" for run in report["runs"])]
 
 
 async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
@@ -132,24 +140,30 @@ async def quiet(
     return outcomes
 
 
+def cells(run: dict[str, Any]) -> tuple[str, ...]:
+    """One run as texts for COLUMNS."""
+    latencies = " / ".join("–" if value is None else f"{value:,.0f}" for value in run["ttft_ms"].values())
+    ratio = "" if run["p95_ratio"] is None else f"{run['p95_ratio']:.2f}"
+    return run["who"], latencies, str(run["requests"] - run["errors"]), str(run["errors"]), ratio
+
+
 def shown(who: str, outcomes: Sequence[Outcome], alone: float | None) -> dict[str, Any]:
     """One entry of `runs`, printed."""
     whole = [outcome for outcome in outcomes if not outcome.error]
     ttft = milliseconds([outcome.pieces[0] - outcome.sent for outcome in whole if outcome.pieces])
     ratio = round(ttft["p95"] / alone, 2) if alone and ttft["p95"] is not None else None
-    errors = len(outcomes) - len(whole)
-    latencies = " / ".join("–" if value is None else f"{value:,.0f}" for value in ttft.values())
-    row = (who, latencies, str(len(whole)), str(errors), "" if ratio is None else f"{ratio:.2f}")
-    print("".join(f"{text:>{width}}" for text, (_, width) in zip(row, COLUMNS, strict=True)), flush=True)
     for error in sorted({outcome.error for outcome in outcomes if outcome.error}):
         say(error)
     seconds = max(o.ended for o in outcomes) - min(o.sent for o in outcomes) if outcomes else 0.0
-    return {
+    run = {
         "who": who,
         "ttft_ms": ttft,
         "requests": len(outcomes),
-        "errors": errors,
+        "errors": len(outcomes) - len(whole),
         "p95_ratio": ratio,
         "seconds": round(seconds, 1),
-        "at": round(time.time(), 1),
     }
+    print(
+        "".join(f"{text:>{width}}" for text, (_, width) in zip(cells(run), COLUMNS, strict=True)), flush=True
+    )
+    return run

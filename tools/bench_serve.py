@@ -236,6 +236,16 @@ def cells(run: dict[str, Any]) -> list[str]:
     ]
 
 
+def markdown(report: dict[str, Any]) -> list[str]:
+    """The table of a report, line by line."""
+    return [
+        "| clients | TTFT p50 / p95 / p99, ms | inter-token p50 / p95 / p99, ms | output tokens/s "
+        "| all tokens/s | busy | answers | errors |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+        *(f"| {' | '.join(cells(run))} |" for run in report["runs"]),
+    ]
+
+
 def show(row: Sequence[str]) -> None:
     """Print a row of the table."""
     print("".join(f"{text:>{width}}" for text, (_, width) in zip(row, COLUMNS, strict=True)), flush=True)

@@ -38,6 +38,17 @@ if TYPE_CHECKING:
     from tools.system import Running
 
 IDLE_S = 5.0
+WHAT = {
+    "streams": "streams",
+    "gateways": "gateways",
+    "open_at_once": "open at once",
+    "tokens": "tokens",
+    "kib_a_stream": "KiB a stream while open",
+    "kib_left": "KiB left afterwards",
+    "gateway_cpu_us_a_token": "µs of gateway CPU a token",
+    "errors": "errors",
+}
+"""Keys of the report and what they mean."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -59,6 +70,16 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(report, int):
         return report
     return 1 if report["errors"] else 0
+
+
+def markdown(report: dict[str, Any]) -> list[str]:
+    """The table of a report, line by line."""
+    values = [f"{report[key]:,}" for key in WHAT]
+    return [
+        f"| {' | '.join(WHAT.values())} |",
+        f"|{'---:|' * len(values)}",
+        f"| {' | '.join(values)} |",
+    ]
 
 
 async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
@@ -104,8 +125,8 @@ async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
         "ttft_ms": milliseconds([o.pieces[0] - o.sent for o in outcomes if o.pieces]),
         "errors": sum(bool(outcome.error) for outcome in outcomes),
     }
-    for name, value in report.items():
-        print(f"{name:28} {value}", flush=True)
+    for key, what in WHAT.items():
+        print(f"{what:36} {report[key]:,}", flush=True)
     for error in sorted({outcome.error for outcome in outcomes if outcome.error}):
         say(error)
     return report

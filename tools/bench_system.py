@@ -60,6 +60,7 @@ def run_with_system(
     The whole report, also written to --json; an exit code when there is none.
     """
     report: Figures = {
+        "bench": options.command,
         "machine": {"cpu": machine.cpu(), "cores": machine.cores(), "memory": f"{machine.memory_gib()} GiB"},
         "load_before": round(os.getloadavg()[0], 2),
         "date": datetime.now(UTC).date().isoformat(),

@@ -3,9 +3,9 @@
     python -m tools.bench serve --topology local --json figures.json
     python -m tools.figures figures.json README.md
 
-The table stands between the lines `<!-- figures:begin -->` and `<!-- figures:end -->`; whatever was
-there is replaced, so the same figures twice change nothing. Exit codes: 0 done, 2 the figures or the
-document are not what they should be.
+The table of `tools.bench NAME` stands between the lines `<!-- figures:begin NAME -->` and
+`<!-- figures:end NAME -->`; whatever was there is replaced, so the same figures twice change nothing.
+Exit codes: 0 done, 2 the figures or the document are not what they should be.
 """
 
 from __future__ import annotations
@@ -16,17 +16,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.bench_serve import cells
+from tools import bench_fairness, bench_serve, bench_streams
 from tools.install import say
 
-BEGIN = "<!-- figures:begin -->"
-END = "<!-- figures:end -->"
+TABLES = {
+    "serve": bench_serve.markdown,
+    "fairness": bench_fairness.markdown,
+    "streams": bench_streams.markdown,
+}
 BUSY = 0.5
 """With so many processes at work before, figures are not those of the machine."""
 
 
+def marks(name: str) -> tuple[str, str]:
+    """The lines around the table of a benchmark."""
+    return f"<!-- figures:begin {name} -->", f"<!-- figures:end {name} -->"
+
+
 def table(report: dict[str, Any]) -> str:
-    """The Markdown for a report of `tools.bench serve`."""
+    """The Markdown for a report of `tools.bench`."""
     machine = report["machine"]
     busy = ", so other programs took part of these cores" if report["load_before"] > BUSY else ""
     lines = [
@@ -36,21 +44,19 @@ def table(report: dict[str, Any]) -> str:
         f"{report['date']}, commit {report['commit']}, seed {report['seed']}; "
         f"load average before: {report['load_before']:.1f}{busy}.",
         "",
-        "| clients | TTFT p50 / p95 / p99, ms | inter-token p50 / p95 / p99, ms | output tokens/s "
-        "| all tokens/s | busy | answers | errors |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|",
-        *(f"| {' | '.join(cells(run))} |" for run in report["runs"]),
+        *TABLES[report["bench"]](report),
     ]
     return "\n".join(lines)
 
 
-def with_figures(text: str, figures: str) -> str:
+def with_figures(text: str, figures: str, name: str) -> str:
     """A document with the figures between its marks; ValueError when it has not one pair of them."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"there must be one line {BEGIN} and behind it one {END}")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{figures}\n{END}{after}"
+    begin, end = marks(name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"there must be one line {begin} and behind it one {end}")
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{figures}\n{end}{after}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,17 +66,18 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by tools.bench serve --json")
+    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by tools.bench NAME --json")
     parser.add_argument("document", type=Path, metavar="README.md", help="has the two marks")
     options = parser.parse_args(arguments)
     try:
-        figures = table(json.loads(options.figures.read_text(encoding="utf-8")))
+        report = json.loads(options.figures.read_text(encoding="utf-8"))
+        figures = table(report)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        say(f"{options.figures}: these are no figures of tools.bench serve ({error})")
+        say(f"{options.figures}: these are no figures of tools.bench ({error})")
         return 2
     try:
         text = options.document.read_text(encoding="utf-8")
-        changed = with_figures(text, figures)
+        changed = with_figures(text, figures, report["bench"])
         if changed != text:
             options.document.write_text(changed, encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -268,6 +268,7 @@ def test_nobody_at_the_address_is_3(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 REPORT = {
+    "bench": "serve",
     "machine": {"cpu": "A Processor", "cores": 2, "memory": "8 GiB"},
     "load_before": 0.1,
     "date": "2026-01-02",
@@ -279,14 +280,17 @@ REPORT = {
 }
 
 
+BEGIN, END = figures.marks("serve")
+
+
 def test_figures_stand_between_the_marks_and_do_not_pile_up(tmp_path: Path) -> None:
     report, document = tmp_path / "f.json", tmp_path / "README.md"
     report.write_text(json.dumps(REPORT))
-    document.write_text(f"above\n\n{figures.BEGIN}\nold\n{figures.END}\n\nbelow\n")
+    document.write_text(f"above\n\n{BEGIN}\nold\n{END}\n\nbelow\n")
     assert figures.main([str(report), str(document)]) == 0
     text = document.read_text()
-    assert text.startswith(f"above\n\n{figures.BEGIN}\n`python -m tools.bench serve --topology local`\n")
-    assert text.endswith(f"\n{figures.END}\n\nbelow\n")
+    assert text.startswith(f"above\n\n{BEGIN}\n`python -m tools.bench serve --topology local`\n")
+    assert text.endswith(f"\n{END}\n\nbelow\n")
     assert "old" not in text
     assert "2 cores of A Processor, 8 GiB, 2026-01-02, commit abc" in text
     assert "load average before: 0.1.\n" in text
@@ -301,12 +305,12 @@ def test_figures_that_cannot_be_placed_change_nothing(
 ) -> None:
     report, document = tmp_path / "f.json", tmp_path / "README.md"
     report.write_text(json.dumps(REPORT))
-    document.write_text(f"{figures.END}\n{figures.BEGIN}\n")
+    document.write_text(f"{END}\n{BEGIN}\n")
     assert figures.main([str(report), str(document)]) == 2
-    assert document.read_text() == f"{figures.END}\n{figures.BEGIN}\n"
+    assert document.read_text() == f"{END}\n{BEGIN}\n"
     report.write_text("{}")
     assert figures.main([str(report), str(document)]) == 2
-    assert "no figures of tools.bench serve" in capsys.readouterr().err
+    assert "no figures of tools.bench" in capsys.readouterr().err
 
 
 # ── a real system ─────────────────────────────────────────────────────────────────────────────
