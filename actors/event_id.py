@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from actors.sessions import End, Session
 
 HEADER = "Last-Event-ID"
+RESUMABLE = "X-Estafet-Resumable"
+"""With this header a streamed answer outlives its connection."""
 _PLACE = re.compile(r"([0-9]{1,9})-([0-9a-f]{16})(!?)")
 
 

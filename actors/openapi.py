@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from actors.event_id import HEADER, RESUMABLE
 from actors.openai_error import ErrorBody
 from actors.openai_request import ChatRequest, CompletionRequest, DetokenizeRequest, Name, TokenizeRequest
 from actors.openai_response import Chunk, Completion, Detokenized, Model, ModelList, TextCompletion, Tokens
@@ -43,10 +44,16 @@ _BODY_ERRORS = {
     415: "The body has another type than application/json.",
 }
 _GENERATION_ERRORS = {
+    404: "Another model is served here, or the stream to resume is not kept.",
+    409: "The stream to resume was another one up to that event.",
     429: "Too many requests are open; `Retry-After` says when to try again.",
     500: "The request failed inside the server.",
     503: "The server is shutting down, or gave the request up.",
 }
+_RESUMING = (
+    f"Whether a stream can be resumed; its events have ids then, and the same request with the last of them "
+    f"as `{HEADER}` goes on behind it"
+)
 _METHOD_ERROR = {405: "Another method is asked for; `Allow` names those that there are."}
 
 
@@ -156,6 +163,11 @@ def _generating(name: str, summary: str, body: type, whole: type, event: type) -
     answer["headers"] = {"X-Request-Id": {"schema": {"type": "string"}}}
     operation["parameters"] = [
         _parameter("X-Request-Id", "header", msgspec.json.schema(Name)),
+        _parameter(
+            RESUMABLE,
+            "header",
+            {"type": "string", "enum": ["true", "1", "false", "0"], "description": _RESUMING},
+        ),
     ]
     operation["responses"] |= _errors(_GENERATION_ERRORS)
     operation["responses"]["429"]["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
