@@ -362,6 +362,7 @@ def test_a_quiet_client_does_not_give_way_to_a_flood() -> None:
     assert preempted(desk.tell(ALLOCATOR, PoolExhausted(B))) == [9]
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=12

@@ -96,6 +96,9 @@ def test_the_worker_that_prefills_decodes_too_where_it_can() -> None:
     desk = Desk((B, 2, 1), (D, 0, 4))
     sends = [send for count in (1, 2) for send in desk.tell(FRONT, waiting(count))]
     assert [(place.prefill, place.decode) for place in places(sends)] == [(B, B), (B, D)]
+    desk = Desk((B, 2, 3), (D, 0, 3))
+    desk.decoding(1, B)
+    assert [place.decode for place in places(desk.tell(FRONT, waiting(2)))] == [B], "also when it has more"
 
 
 def test_the_least_loaded_workers_are_chosen() -> None:
@@ -257,6 +260,14 @@ def test_a_sibling_without_room_beside_it_is_no_reason_to_wait() -> None:
     desk.tell(FRONT, RequestFact(key_of(1), 2, "decoding", 1.0, 9, 100, P, D))
     fact = RequestFact(key_of(1, choice=1), 0, "waiting", 1.0, 9, 100)
     assert [(p.prefill, p.decode) for p in places(desk.tell(FRONT, fact))] == [(P, E)]
+
+
+def test_of_several_siblings_the_least_loaded_place_is_joined() -> None:
+    desk = Desk((P, 4, 0), (D, 0, 4), (E, 0, 4))
+    for choice, decode in enumerate((D, D, E)):
+        desk.tell(FRONT, RequestFact(key_of(1, choice=choice), 2, "decoding", 1.0, 9, 100, P, decode))
+    fact = RequestFact(key_of(1, choice=3), 0, "waiting", 1.0, 9, 100)
+    assert [(p.prefill, p.decode) for p in places(desk.tell(FRONT, fact))] == [(E, E)]
 
 
 def test_joining_takes_but_the_pages_that_the_siblings_do_not_share() -> None:
@@ -747,7 +758,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=60,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
