@@ -66,19 +66,18 @@ class Intake:
         client: str = "",
         name: str | None = None,
         resumable: bool = False,
-        key: str = "",
     ) -> Asked:
         """A body of /v1/chat/completions; an ApiError names what is wrong with it.
 
         `client`: whose share it counts against, where the door knows (`client_of_key`); it stands
         above the body's `user`. `name`: the client's own id of the request, unless the body has one.
-        `resumable`, `key`: as `Generation` has them.
+        `resumable`: its events, in OpenAI's form, may be gone on with on another connection.
         """
         model = self._sessions.model
         prompt, wishes = parse_chat(body, model=model.name, vocab_size=model.vocab_size)
         tokens = await self._tokens(prompt)
         ticket = self._ticket("chat", wishes, name)
-        return self._asked(tokens, wishes, ticket, "messages", client, resumable, key)
+        return self._asked(tokens, wishes, ticket, "messages", client, resumable)
 
     async def completion(
         self,
@@ -87,7 +86,6 @@ class Intake:
         client: str = "",
         name: str | None = None,
         resumable: bool = False,
-        key: str = "",
     ) -> Asked:
         """A body of /v1/completions; otherwise as `chat`."""
         model = self._sessions.model
@@ -96,7 +94,7 @@ class Intake:
             # Their text_offset counts from the beginning, which who resumes does not send again.
             raise ApiError(
                 400,
-                "'logprobs' of a completion that can be resumed are not told: use chat.",
+                "A completion with 'logprobs' cannot be resumed; a chat can.",
                 param="logprobs",
             )
         tokens = await self._tokens(prompt)
@@ -105,7 +103,7 @@ class Intake:
             begun = isinstance(prompt.text, str) and prompt.bos
             echo = len(self._sessions.text.encode("", special=True)) if begun else 0
         ticket = self._ticket("completion", wishes, name, echo)
-        return self._asked(tokens, wishes, ticket, "prompt", client, resumable, key)
+        return self._asked(tokens, wishes, ticket, "prompt", client, resumable)
 
     async def tokenize(self, body: bytes) -> Tokens:
         """The answer to a body of /tokenize."""
@@ -189,7 +187,6 @@ class Intake:
         source: str,
         client: str,
         resumable: bool,
-        key: str,
     ) -> Asked:
         """Fit a prompt, which came as the parameter `source`, and what is wanted of it into the context."""
         seed = self._sessions.draw_seed() if wishes.seed is None else wishes.seed
@@ -208,7 +205,6 @@ class Intake:
             client=client or (f"user:{wishes.user}" if wishes.user else ""),
             priority=wishes.priority,
             resumable=resumable,
-            key=key,
             ticket=ticket.encode(),
         )
         return Asked(generation, wishes, ticket.name)

@@ -94,6 +94,7 @@ async def test_clients_cannot_take_the_descriptors_that_the_actor_needs(
                     listener_fd=listening.fileno(),
                     shutdown=shutdown,
                     limits=ServerLimits(grace_s=0.1),
+                    max_message_bytes=1000,
                 )
 
             nursery.start_soon(serve)

@@ -20,17 +20,15 @@ async def chat(intake: Intake | None = None, /, client: str = "", **parameters: 
     return await intake.chat(json.dumps(body(**parameters)).encode(), client=client)
 
 
-async def complete(*, resumable: bool = False, key: str = "", **parameters: object) -> Asked:
+async def complete(*, resumable: bool = False, **parameters: object) -> Asked:
     request = {"model": MODEL.name, "prompt": "hi"} | parameters
-    return await Intake(ScriptedSessions()).completion(
-        json.dumps(request).encode(), resumable=resumable, key=key
-    )
+    return await Intake(ScriptedSessions()).completion(json.dumps(request).encode(), resumable=resumable)
 
 
 async def test_choices_and_priority_reach_the_generation() -> None:
     generation = (await chat()).generation
     assert (generation.n, generation.priority, generation.client) == (1, 0, "")
-    assert (generation.resumable, generation.key) == (False, "")
+    assert not generation.resumable
     generation = (await chat(n=16, priority=-100)).generation
     assert (generation.n, generation.priority) == (16, -100)
     generation = (await complete(n=2, best_of=2, priority=100, logprobs=5)).generation
@@ -68,8 +66,8 @@ async def test_the_ticket_answers_the_request_again() -> None:
     sessions = ScriptedSessions()
     intake = Intake(sessions)
     body_ = json.dumps(body(stream=True, stream_options={"include_usage": True})).encode()
-    asked = await intake.chat(body_, name="mine", resumable=True, key="k" * 16)
-    assert (asked.generation.resumable, asked.generation.key, asked.name) == (True, "k" * 16, "mine")
+    asked = await intake.chat(body_, name="mine", resumable=True)
+    assert (asked.generation.resumable, asked.name) == (True, "mine")
     ticket = ticket_of(asked.generation)
     assert (ticket.kind, ticket.name, ticket.include_usage, ticket.echo) == ("chat", "mine", True, None)
     assert len(asked.generation.ticket) < 64
@@ -98,7 +96,7 @@ async def test_scores_of_completions_and_resuming_exclude_each_other() -> None:
     with pytest.raises(ApiError) as refusal:
         await complete(logprobs=1, resumable=True)
     assert refusal.value.body.error.param == "logprobs"
-    assert (await complete(resumable=True, key="k" * 16)).generation.resumable
+    assert (await complete(resumable=True)).generation.resumable
 
 
 async def test_how_a_conversation_ends_reaches_the_template() -> None:
