@@ -65,8 +65,10 @@ class Connection:
     def close(self) -> None:
         """Drop what is queued. Idempotent."""
         if not self._zmq.closed:
-            self._monitor.close()
+            # libzmq's end first: its thread waits for ever to tell of an event that nobody can hear any
+            # more, and everybody else for the lock that it holds meanwhile.
             self._zmq.disable_monitor()
+            self._monitor.close()
             self._socket.close()
 
     async def wait_up(self) -> None:

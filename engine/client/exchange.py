@@ -12,7 +12,6 @@ new stream name, so that what still comes of an earlier attempt is nobody's.
 
 from __future__ import annotations
 
-from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, Literal, assert_never
 
@@ -27,13 +26,15 @@ from engine.client.errors import (
     ProtocolViolated,
     Refused,
 )
-from engine.client.events import Event, Finish, Piece
+from engine.client.events import Finish, Piece
 from engine.client.progress import Progress
+from engine.client.window import Window
 from engine.stream_protocol import Cancel, Create, Credit, Delta, End, Failed, Opened, Resume
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.client.events import Event
     from engine.client.patience import Patience
     from engine.client.request import Request
     from engine.stream_protocol import StreamError, ToClient, ToGateway
@@ -86,12 +87,7 @@ class Exchange:
         self._say = say
         self._attempt = 0
         self._choices: list[Progress] = []
-        self._events: deque[Event] = deque()
-        self._waiting = 0
-        """Pieces among the events."""
-        self._received = 0
-        """Deltas of this attempt."""
-        self._granted = 0
+        self._window = Window(request.window)
         self._resuming = False
         self._recreations = 0
         self._takeovers = 0
@@ -123,18 +119,16 @@ class Exchange:
     @property
     def has_news(self) -> bool:
         """`take` has something to give, to raise, or never will have again."""
-        return bool(self._events) or self.is_complete
+        return bool(self._window) or self.is_complete
 
     def take(self, now: float, *, quietly: bool = False) -> Event | None:
         """The next event, or None when there is none now; raises what ended the stream early.
 
         `quietly`: that can wait for the next time.
         """
-        if self._events:
-            event = self._events.popleft()
-            if isinstance(event, Piece):
-                self._waiting -= 1
-                self._grant(now)
+        if self._window:
+            event = self._window.take()
+            self._grant(now)
             return event
         if self.error is not None and not quietly:
             raise self.error
@@ -157,8 +151,7 @@ class Exchange:
         self.cancel(now)
         if self._wanted:
             self._wanted = False
-            self._events.clear()
-            self._waiting = 0
+            self._window.clear()
             self.error = self.error or error
             self.news()
             self._grant(now)
@@ -169,8 +162,7 @@ class Exchange:
         """Say it on this connection, for the first time or again."""
         self._move("asked")
         self._attempt += 1
-        self._received = 0
-        self._granted = max(1, self.request.window - self._waiting)
+        window = self._window.restart()
         self._said = self._heard = now
         if self._unanswered is None:
             self._unanswered = now
@@ -178,12 +170,12 @@ class Exchange:
         if self._resuming:
             assert self.request_id is not None
             positions = [choice.position() for choice in self._choices]
-            self._say(Resume(self.name, self.request_id, positions, self._granted))
+            self._say(Resume(self.name, self.request_id, positions, window))
         else:
             for choice in self._choices:
                 choice.rewind()
             request = self.request
-            self._say(Create(self.name, request.endpoint, request.body, request.key, self._granted))
+            self._say(Create(self.name, request.endpoint, request.body, request.key, window))
         if self._cancelling:
             self._say(Cancel(self.name))
 
@@ -224,6 +216,9 @@ class Exchange:
         if deadline is not None and now >= deadline and self._wanted:
             self.abandon(now, DeadlineExceeded("the answer was not complete in time"))
         elif now >= self._lost_at():
+            # A gateway that says nothing may have it nevertheless.
+            if self.state == "asked":
+                self._say(Cancel(self.name))
             self._fail(ConnectionLost(self._what_was_lost()))
         elif connected:
             self._turn_connected(now)
@@ -242,8 +237,7 @@ class Exchange:
 
     def check(self) -> None:
         """Assert what always holds."""
-        assert self._waiting == sum(isinstance(event, Piece) for event in self._events)
-        assert self._granted >= self._received or self.state == "waiting", "more came than was granted"
+        self._window.check()
         assert self.state != "open" or self._choices, "open without choices"
 
     # ── inside ────────────────────────────────────────────────────────────────────────────────
@@ -257,7 +251,7 @@ class Exchange:
             if self._cancelling:
                 self._say(Cancel(self.name))
             else:
-                self._say(Credit(self.name, self._granted))
+                self._say(Credit(self.name, self._window.granted))
 
     def _lost_at(self) -> float:
         return inf if self._unanswered is None else self._unanswered + self._patience.lost_s
@@ -270,7 +264,7 @@ class Exchange:
                 return self._heard + self._patience.answer_s
             case "open":
                 # Without a credit the gateway has reason to be silent.
-                silent = self._received < self._granted or self._cancelling
+                silent = self._window.received < self._window.granted or self._cancelling
                 return self._heard + self._patience.stall_s if silent else inf
             case "over":
                 return inf
@@ -298,18 +292,18 @@ class Exchange:
     def _delta(self, message: Delta, now: float) -> None:
         if self.state != "open":
             return
-        if message.number and message.number <= self._received:
+        window = self._window
+        if message.number and message.number <= window.received:
             return
-        self._received += 1
-        if message.number > self._received:
+        window.received += 1
+        if message.number > window.received:
             self.ask(now)
             return
         progress = self._choice(message.choice)
         tokens = () if message.tokens is msgspec.UNSET else message.tokens
         text, news = progress.push(message.text, tokens, message.sequence)
         if (text or news) and self._wanted:
-            self._events.append(Piece(text, message.choice, news))
-            self._waiting += 1
+            window.put(Piece(text, message.choice, news))
             self.news()
         else:
             self._grant(now)
@@ -321,7 +315,7 @@ class Exchange:
             return
         if self.state != "open":
             return
-        if message.number > self._received:
+        if message.number > self._window.received:
             self.ask(now)
             return
         progress = self._choice(message.choice)
@@ -332,7 +326,7 @@ class Exchange:
             return
         finish = Finish(message.reason, message.prompt_tokens, message.completion_tokens, message.choice)
         if progress.end(finish) and self._wanted:
-            self._events.append(finish)
+            self._window.put(finish)
             self.news()
         if all(choice.finish is not None for choice in self._choices) and not self._is_behind():
             self._over()
@@ -343,7 +337,7 @@ class Exchange:
         """Whatever its choices still had to say, they have ended."""
         for index in range(self.choices or 1):
             if self._wanted and not (self._choices and self._choices[index].finish):
-                self._events.append(Finish("cancelled", 0, 0, index))
+                self._window.put(Finish("cancelled", 0, 0, index))
         self._over()
 
     def _failed(self, message: Failed, now: float) -> None:
@@ -388,13 +382,8 @@ class Exchange:
 
     def _grant(self, now: float) -> None:
         """Let the gateway go on when half of the window is free."""
-        if self.state != "open":
-            return
-        room = max(0, self.request.window - self._waiting)
-        upto = self._received + room
-        if upto - self._granted >= max(1, self.request.window // 2):
-            self._granted = upto
-            self._say(Credit(self.name, upto))
+        if self.state == "open" and self._window.grant():
+            self._say(Credit(self.name, self._window.granted))
             self._said = now
 
     def _what_was_lost(self) -> str:

@@ -272,6 +272,15 @@ async def test_silence_ends_a_client_and_pings_keep_it(
         alive.socket.close()
 
 
+async def test_a_client_that_was_idle_is_served_again(tmp_path: Path) -> None:
+    limits = DoorLimits(peer_silence_s=0.1, sweep_s=0.02)
+    async with served(ScriptedSessions(("hi",)), tmp_path, limits) as doors, Client(doors.ipc) as client:
+        for _ in range(2):
+            assert await client.chat("hello").text() == "hi"
+            await trio.sleep(0.3)  # longer than the door has patience
+        assert client.statistics()["connections"] == 1
+
+
 async def test_who_vanishes_is_noticed_at_the_next_word(
     context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
 ) -> None:

@@ -347,7 +347,7 @@ class Reader:
             pass
 
     def _read_slowly(self) -> None:
-        self.most_waiting = max(self.most_waiting, self.exchange._waiting)
+        self.most_waiting = max(self.most_waiting, self.exchange._window.waiting)
         self._read()
         if not self.is_over:
             self.world.at(self.world.now + self._slow_s, self._read_slowly)
