@@ -25,7 +25,8 @@ class Outbox:
     def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         self._send = send
         self._turn = trio.Lock()
-        self._answers: deque[ToClient] = deque()
+        self._answers: deque[tuple[ToClient, str | None]] = deque()
+        self._ending: set[str] = set()
         self._closed = False
         self._taken = trio.Event()
         self.dropped = 0
@@ -35,23 +36,42 @@ class Outbox:
         """Answers that wait."""
         return len(self._answers)
 
+    def ends(self, name: str) -> bool:
+        """Whether the terminal message of a stream of this name waits.
+
+        Another one of the name must not begin before: what it says could come first.
+        """
+        return name in self._ending
+
     async def say(self, message: ToClient) -> None:
         """Send a message when it is its turn."""
         data = encode(message)
         async with self._turn:
             await self._send(data)
 
-    def post(self, message: ToClient) -> None:
-        """Leave a short answer to `send_posted`; it is dropped when MAX_ANSWERS wait."""
+    def post(self, message: ToClient, ending: str | None = None) -> None:
+        """Leave a short answer to `send_posted`; it is dropped when MAX_ANSWERS wait.
+
+        `ending`: it is the terminal message of the stream of this name.
+        """
         if self._closed or len(self._answers) >= MAX_ANSWERS:
             self.dropped += 1
-        else:
-            self._answers.append(message)
+            return
+        self._answers.append((message, ending))
+        if ending is not None:
+            self._ending.add(ending)
 
     async def send_posted(self) -> None:
         """Send what was posted, until nothing is left."""
         while self._answers:
-            await self.say(self._answers.popleft())
+            async with self._turn:
+                if self._closed:
+                    return
+                message, ending = self._answers.popleft()
+                if ending is not None:
+                    # What comes now waits for its turn behind this.
+                    self._ending.discard(ending)
+                await self._send(encode(message))
             self._taken.set()
 
     async def wait_ready(self) -> None:
@@ -64,4 +84,5 @@ class Outbox:
         """Nobody is there."""
         self._closed = True
         self._answers.clear()
+        self._ending.clear()
         self._taken.set()

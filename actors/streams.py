@@ -151,7 +151,7 @@ class StreamPeer:
         for stream in list(self._streams.values()):
             stream.leave("shutdown")
             stream.scope.cancel()
-            self._answer(Failed(refusal, stream.name))
+            self._answer(Failed(refusal, stream.name), ending=stream.name)
         with trio.move_on_after(seconds / 2):
             await self._wait_quiet()
 
@@ -184,10 +184,11 @@ class StreamPeer:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             pass
         else:
-            if named.type in ("create", "resume") and named.stream not in self._streams:
+            if named.type in ("create", "resume") and not self._in_use(named.stream):
                 name = named.stream
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        self._answer(Failed(StreamError(f"Not a message: {reason}", code="invalid_message"), name))
+        error = StreamError(f"Not a message: {reason}", code="invalid_message")
+        self._answer(Failed(error, name), ending=name)
 
     def _known(self, name: str) -> Stream | None:
         stream = self._streams.get(name)
@@ -195,18 +196,23 @@ class StreamPeer:
             self._answer(Failed(StreamError(f"No stream {name!r} is open.", 404, "unknown_stream", "stream")))
         return stream
 
+    def _in_use(self, name: str) -> bool:
+        return name in self._streams or self._outbox.ends(name)
+
     def _begin(self, name: str, window: int | None) -> Stream | None:
         """A new stream, or None when there can be none of this name now."""
-        if name in self._streams:
+        if self._in_use(name):
             refusal = f"The stream {name!r} is open already."
             self._answer(Failed(StreamError(refusal, 409, "stream_in_use", "stream")))
             return None
         if self._finishing:
-            self._answer(Failed(StreamError("The server is shutting down.", 503, "draining"), name))
+            refused = Failed(StreamError("The server is shutting down.", 503, "draining"), name)
+            self._answer(refused, ending=name)
             return None
         # A stream that has ended frees its name at once; its task is there until the end is sent.
         if len(self._streams) >= MAX_STREAMS or len(self._scopes) >= 2 * MAX_STREAMS:
-            self._answer(Failed(too_many(f"{MAX_STREAMS} streams are open on this connection"), name))
+            refused = Failed(too_many(f"{MAX_STREAMS} streams are open on this connection"), name)
+            self._answer(refused, ending=name)
             return None
         stream = self._streams[name] = Stream(name, window, self._forget)
         return stream
@@ -216,7 +222,7 @@ class StreamPeer:
         if stream is None:
             return
         if self._waiting and self._waiting_bytes + len(create.body) > MAX_WAITING_BYTES:
-            self._answer(stream.failed(too_many("Too much waits to be tokenised")))
+            self._answer(stream.failed(too_many("Too much waits to be tokenised")), ending=stream.name)
             return
         self._waiting[stream] = create
         self._waiting_bytes += len(create.body)
@@ -231,10 +237,10 @@ class StreamPeer:
         try:
             session = self._sessions.resume(resume.request, resume.positions)
         except Refused as refusal:
-            self._answer(stream.failed(as_refused(refusal)))
+            self._answer(stream.failed(as_refused(refusal)), ending=stream.name)
         except Exception:
             log.exception("stream_resume_failed", request_id=resume.request.partition(".")[0])
-            self._answer(stream.failed(ours()))
+            self._answer(stream.failed(ours()), ending=stream.name)
         else:
             self._run(stream, session, resumed=True)
 
@@ -244,7 +250,7 @@ class StreamPeer:
             # It was not opened yet, so nobody else can say that it has ended.
             stream.finish()
             stream.scope.cancel()
-            self._answer(End(stream.name, "cancelled", 0, 0, done=True))
+            self._answer(End(stream.name, "cancelled", 0, 0, done=True), ending=stream.name)
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────
 
@@ -322,9 +328,9 @@ class StreamPeer:
         if waiting := self._waiting.pop(stream, None):
             self._waiting_bytes -= len(waiting.body)
 
-    def _answer(self, message: ToClient) -> None:
-        """Have a short message sent, without waiting for it."""
-        self._outbox.post(message)
+    def _answer(self, message: ToClient, *, ending: str | None = None) -> None:
+        """Have a short message sent, without waiting for it; perhaps the last one of the stream `ending`."""
+        self._outbox.post(message, ending)
         if not self._answering:
             self._answering = True
             self._start(self._send_answers, trio.CancelScope())

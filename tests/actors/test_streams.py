@@ -25,6 +25,8 @@ from engine.transcript import Position
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from actors.requests import Asked
+
 KEY = "0123456789abcdef"
 CUT = [Position(1, "0" * 16)]
 
@@ -320,6 +322,20 @@ async def test_unknown_streams_are_answered_and_harmless() -> None:
         assert errors(wire.got) == [(None, 404, "unknown_stream")] * 2
 
 
+async def test_a_name_is_not_used_again_before_its_error_is_sent() -> None:
+    async with connected() as wire:
+        wire.read(False)
+        for _ in range(2):
+            wire.resume("r9")
+            wire.create()
+        assert await idle(wire) == []
+        wire.read(True)
+        await idle(wire)
+        assert errors(wire.got) == [("s", 404, "not_kept"), *[(None, 409, "stream_in_use")] * 3]
+        await wire.opened()
+        assert isinstance(wire.got[-1], Opened)
+
+
 async def test_a_ping_is_answered() -> None:
     async with connected() as wire:
         wire.say(type="ping")
@@ -395,14 +411,57 @@ async def test_cancelling_before_the_request_was_opened() -> None:
         assert len(wire.sessions.opened) == 1
 
 
-async def test_cancelling_while_it_is_tokenised() -> None:
-    async with connected() as wire:
-        wire.create(messages=[{"role": "user", "content": "x" * 2_000_000}])
-        await idle(wire)
-        wire.say(type="cancel", stream="s")
-        await idle(wire)
-        assert wire.got == [End("s", "cancelled", 0, 0, done=True)]
-        assert wire.sessions.opened == []
+class HeldIntake(Intake):
+    """Tokenises when the test lets it."""
+
+    def __init__(self, sessions: ScriptedSessions) -> None:
+        super().__init__(sessions)
+        self.goes_on = trio.Event()
+
+    async def chat(self, body: bytes, **said: Any) -> Asked:
+        asked = await super().chat(body, **said)
+        await self.goes_on.wait()
+        return asked
+
+
+@pytest.mark.parametrize("tokenised", [False, True], ids=["while", "just after"])
+async def test_cancelling_while_it_is_tokenised(tokenised: bool) -> None:
+    sessions = ScriptedSessions()
+    intake = HeldIntake(sessions)
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            wire = Wire(sessions, nursery, intake)
+            wire.create("first")
+            wire.create("second")
+            await idle(wire)
+            if tokenised:
+                intake.goes_on.set()
+            wire.say(type="cancel", stream="first")
+            await idle(wire)
+            assert wire.of("first") == [End("first", "cancelled", 0, 0, done=True)]
+            intake.goes_on.set()
+            await idle(wire)
+            assert len(sessions.opened) == 1
+            assert [type(message) for message in wire.of("second")] == [Opened]
+            wire.peer.close("test_over")
+
+
+async def test_cancelling_lets_the_next_one_go_on() -> None:
+    sessions = ScriptedSessions()
+    intake = HeldIntake(sessions)
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            wire = Wire(sessions, nursery, intake)
+            wire.create("first")
+            await idle(wire)
+            held, intake.goes_on = intake.goes_on, trio.Event()
+            intake.goes_on.set()
+            wire.create("second")
+            wire.say(type="cancel", stream="first")
+            await idle(wire)
+            assert not held.is_set()
+            assert [type(message) for message in wire.of("second")] == [Opened]
+            wire.peer.close("test_over")
 
 
 # ── credit and slow readers ───────────────────────────────────────────────────────────────────
