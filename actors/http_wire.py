@@ -2,8 +2,8 @@
 
 Tried with hypercorn 0.18: it inflates a compressed message before it looks at the size, goes on
 buffering a message that it has refused as too large, leaves its application waiting for ever when
-frames come before the handshake was answered, keeps a connection whose handshake it has refused, and
-treats what a peer does wrong as its own crash.
+frames come before the handshake was answered or a send breaks while messages wait, keeps a connection
+whose handshake it has refused, and treats what a peer does wrong as its own crash.
 Here nothing is compressed, the first fault ends the connection, and it is a PeerFault.
 
 There is no HTTP/2: without TLS hardly anybody speaks it, and each of its bounds would have to be
@@ -12,7 +12,7 @@ found again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 from hypercorn.protocol.events import Body, Data, Event, Request, StreamClosed
@@ -25,6 +25,7 @@ from wsproto.utilities import ProtocolError
 
 if TYPE_CHECKING:
     import h11
+    from hypercorn.typing import ASGISendEvent
 
 _BREATH = 256
 """Frames of one read after which others have their turn: there may be ten thousand."""
@@ -84,12 +85,24 @@ class Http1(H11Protocol):
 class WebSocketStream(WSStream):
     """A WebSocket whose faults end it."""
 
-    _giving: trio.CancelScope | None = None
-    """Of giving a message to the application."""
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._answered = trio.Event()
+        """The application has accepted or refused: frames may have come before."""
+        self._giving: trio.CancelScope | None = None
+        """Of giving a message to the application."""
+
+    async def app_send(self, message: ASGISendEvent | None) -> None:
+        try:
+            await super().app_send(message)
+        finally:
+            self._answered.set()
 
     async def handle(self, event: Event) -> None:
         if isinstance(event, (Body, Data)) and not (self.closed or self.handshake.accepted):
-            raise PeerFault("frames came before the handshake was answered")
+            await self._answered.wait()
+            if not self.handshake.accepted:
+                return
         if isinstance(event, StreamClosed) and self.app_put is not None and not self.closed:
             self.closed = True
             # Its application hears of it when it listens again, and may be waiting for the very send that

@@ -187,8 +187,8 @@ class StreamPeer:
             if named.type in ("create", "resume") and not self._in_use(named.stream):
                 name = named.stream
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        error = StreamError(f"Not a message: {reason}", code="invalid_message")
-        self._answer(Failed(error, name), ending=name)
+        none = StreamError(f"Not a message: {reason}", code="invalid_message")
+        self._answer(Failed(none, name), ending=name)
 
     def _known(self, name: str) -> Stream | None:
         stream = self._streams.get(name)

@@ -355,6 +355,27 @@ async def test_a_connection_has_so_many_streams_and_no_more() -> None:
         assert [type(message) for message in wire.of("again")] == [Opened]
 
 
+async def test_ends_that_nobody_reads_have_a_bound() -> None:
+    async with connected() as wire:
+        for number in range(MAX_STREAMS):
+            wire.create(f"first {number}")
+        await idle(wire)
+        wire.read(False)
+        for number in range(MAX_STREAMS):
+            wire.say(type="cancel", stream=f"first {number}")
+        await idle(wire)
+        assert wire.peer.statistics()["streams"] == 0, "their ends are on the way, their names free"
+        for number in range(MAX_STREAMS):
+            wire.create(f"second {number}")
+        await idle(wire)
+        assert MAX_STREAMS < len(wire.sessions.opened) < 2 * MAX_STREAMS + 1
+        wire.create("third")
+        wire.read(True)
+        await idle(wire)
+        assert ("third", 429, "too_many_streams") in errors(wire.got)
+        assert len([m for m in wire.got if isinstance(m, End)]) == MAX_STREAMS
+
+
 async def test_bodies_that_wait_have_a_bound() -> None:
     async with connected() as wire:
         wire.create("big", messages=[{"role": "user", "content": "x" * MAX_WAITING_BYTES}])

@@ -207,10 +207,9 @@ HANDSHAKE = (
         HANDSHAKE.replace(b"sec-websocket-key", b"sec-other") + b"\r\n",
         HANDSHAKE + b"sec-websocket-protocol: \xff\xfe\r\n\r\n",
         HANDSHAKE + b"x: " + b"y" * 100_000 + b"\r\n\r\n",
-        HANDSHAKE + b"\r\n" + frame(TEXT, b"{}"),
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ],
-    ids=["version", "no key", "not ascii", "flood", "too early", "http/2"],
+    ids=["version", "no key", "not ascii", "flood", "http/2"],
 )
 async def test_bad_handshakes_end_their_connection(sent: bytes) -> None:
     async with served(ScriptedSessions(), limits=ServerLimits(idle_s=0.5)) as door, undisturbed(door):
@@ -224,6 +223,23 @@ async def test_bad_handshakes_end_their_connection(sent: bytes) -> None:
             except trio.BrokenResourceError:
                 pass
             assert b" 101 " not in data
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "said"),
+    [(b"", b" 101 ", b'{"type":"pong"}'), (b"origin: http://elsewhere\r\n", b" 403 ", b"origin_refused")],
+)
+async def test_frames_that_come_with_the_handshake(headers: bytes, status: bytes, said: bytes) -> None:
+    async with served(ScriptedSessions()) as door, undisturbed(door):
+        stream = await trio.open_tcp_stream("127.0.0.1", door.port)
+        async with stream:
+            await stream.send_all(HANDSHAKE + headers + b"\r\n" + frame(TEXT, b'{"type":"ping"}'))
+            data = b""
+            while said not in data:
+                piece = await stream.receive_some()
+                assert piece, data
+                data += piece
+            assert status in data
 
 
 async def test_nothing_is_compressed() -> None:
