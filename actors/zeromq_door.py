@@ -8,7 +8,8 @@ connection: a client that connects again takes another, and resumes.
     read nothing                                its high-water mark; its own sends wait, nobody else's
     say nothing for PEER_SILENCE_S              its place; what can be resumed is kept for its grace
     vanish                                      the same, at the next message to it
-    send what is no message, or too large       an answer; its connection (libzmq closes it)
+    send what is no message, or too large       an answer
+    send what is far too large                  its connection (libzmq closes it, so nobody can answer)
     be one too many                             an answer
 
 ROUTER does not tell of clients that go, hence the silence: a client with open streams pings.
@@ -28,7 +29,7 @@ from msgspec import UNSET
 
 from actors.requests import Intake
 from actors.streams import StreamPeer
-from engine.stream_protocol import Failed, StreamError, encode
+from engine.stream_protocol import Failed, StreamError, StreamName, encode
 from transport.zmq_socket import ZmqSocket
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ MOST_TAKEN = 64
 """Messages that are taken at once, before others have their turn."""
 SEND_HIGH_WATER_MARK = 1000
 """Messages that wait for one client inside libzmq."""
-RECEIVE_HIGH_WATER_MARK = 64
-"""Messages of one client that wait for us inside libzmq: each may be as long as a body."""
+RECEIVE_HIGH_WATER_MARK = 16
+"""Messages of one client that wait for us inside libzmq: each may be FAR_TOO_LARGE, nearly."""
+FAR_TOO_LARGE = 4
+"""Times the largest message; what is less is read, and told that it is too large."""
 ROOM_FIRST_S, ROOM_MOST_S = 0.005, 0.5
 """Pauses between two looks whether a client has room again: libzmq does not tell of one client."""
 LINGER_MS = 200
@@ -82,7 +85,7 @@ async def serve_zeromq(
         # Before binding: what is bound later has the options of that moment.
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        router.setsockopt(zmq.MAXMSGSIZE, max_body_bytes + ENVELOPE_BYTES)
+        router.setsockopt(zmq.MAXMSGSIZE, FAR_TOO_LARGE * (max_body_bytes + ENVELOPE_BYTES))
         router.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         router.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
         for endpoint, descriptor in listeners.items():
@@ -93,7 +96,8 @@ async def serve_zeromq(
         log.info("zeromq_door_opened", endpoints=list(listeners))
         try:
             async with trio.open_nursery() as nursery:
-                door = ZeroMQDoor(sessions, socket, nursery, limits or DoorLimits())
+                most_bytes = max_body_bytes + ENVELOPE_BYTES
+                door = ZeroMQDoor(sessions, socket, nursery, most_bytes, limits or DoorLimits())
                 nursery.start_soon(door.receive)
                 nursery.start_soon(door.sweep)
                 await shutdown.wait()
@@ -121,12 +125,19 @@ class ZeroMQDoor:
     """Everybody who is connected."""
 
     def __init__(
-        self, sessions: Sessions, socket: ZmqSocket, nursery: trio.Nursery, limits: DoorLimits
+        self,
+        sessions: Sessions,
+        socket: ZmqSocket,
+        nursery: trio.Nursery,
+        most_bytes: int,
+        limits: DoorLimits,
     ) -> None:
+        """`most_bytes`: of a message."""
         self._sessions = sessions
         self._intake = _IntakeOfServedModel(sessions)
         self._socket = socket
         self._nursery = nursery
+        self._most_bytes = most_bytes
         self._limits = limits
         self._peers: dict[bytes, _Peer] = {}
         self._finishing = False
@@ -185,8 +196,11 @@ class ZeroMQDoor:
             send = partial(self._send, name)
             peer.streams = StreamPeer(self._sessions, self._intake, self._nursery, send)
         peer.heard = trio.current_time()
-        if len(rest) == 1:
+        if len(rest) == 1 and len(rest[0]) <= self._most_bytes:
             peer.streams.receive(rest[0])
+        elif len(rest) == 1:
+            message = f"The message is larger than {self._most_bytes} bytes."
+            self._refuse(name, message, 413, "request_too_large", _stream_of(rest[0]))
         else:
             self._refuse(name, f"Not a message: {len(rest)} frames instead of one", 400, "invalid_message")
 
@@ -207,9 +221,9 @@ class ZeroMQDoor:
             else:
                 return
 
-    def _refuse(self, name: bytes, message: str, status: int, code: str) -> None:
+    def _refuse(self, name: bytes, message: str, status: int, code: str, stream: str | None = None) -> None:
         """A word to a client, if it has room for one."""
-        failed = Failed(StreamError(message, status, code))
+        failed = Failed(StreamError(message, status, code), stream)
         try:
             self._socket.send_frames_nowait((name, encode(failed)))
         except trio.WouldBlock:
@@ -225,6 +239,19 @@ class ZeroMQDoor:
             if streams := peer.streams.statistics()["streams"]:
                 log.info("zeromq_client_lost", by=by, streams=streams)
             peer.streams.close(by)
+
+
+class _Beginning(msgspec.Struct):
+    """As much of a message as says which stream it would have begun."""
+
+    stream: StreamName
+
+
+def _stream_of(message: bytes) -> str | None:
+    try:
+        return _decode_beginning(message).stream
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 class _Named(msgspec.Struct):
@@ -256,4 +283,5 @@ class _IntakeOfServedModel(Intake):
         return self._model + (b"" if rest.startswith(b"}") else b",") + rest
 
 
+_decode_beginning = msgspec.json.Decoder(_Beginning).decode
 _decode_named = msgspec.json.Decoder(_Named).decode

@@ -13,7 +13,7 @@ import trio
 import zmq
 from scripted_sessions import MODEL, ScriptedSessions, body
 
-from actors.zeromq_door import ENVELOPE_BYTES, DoorLimits, serve_zeromq
+from actors.zeromq_door import ENVELOPE_BYTES, FAR_TOO_LARGE, DoorLimits, serve_zeromq
 from engine.client import Client, ConnectionLost, Finish, GenerationFailed, Patience, Piece, Refused
 from transport.zmq_socket import ZmqSocket
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_BODY_BYTES = 100_000
+MOST_BYTES = MAX_BODY_BYTES + ENVELOPE_BYTES
 
 
 class Doors:
@@ -327,16 +328,26 @@ async def test_what_is_no_zeromq_is_no_client(
             dealer.socket.close()
 
 
-async def test_a_message_that_is_too_large_costs_its_connection(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
-) -> None:
-    async with served(ScriptedSessions(("hi",)), tmp_path) as doors, Client(doors.ipc) as other:
-        patience = Patience(lost_s=0.5)
-        async with Client(doors.ipc, patience=patience) as client:
-            with pytest.raises(ConnectionLost, match=f"of {MAX_BODY_BYTES + ENVELOPE_BYTES}\\d\\d bytes"):
-                await client.chat("x" * 100 * (MAX_BODY_BYTES + ENVELOPE_BYTES)).text()
-            assert client.statistics()["connections"] > 1
-            assert await client.chat("hello").text() == "hi"
+async def test_a_message_that_is_too_large_is_refused_by_its_name(tmp_path: Path) -> None:
+    async with served(ScriptedSessions(("hi",)), tmp_path) as doors, Client(doors.ipc) as client:
+        other = client.chat("hello")
+        with pytest.raises(Refused, match=f"larger than {MOST_BYTES} bytes") as refused:
+            await client.chat("x" * MOST_BYTES).text()
+        assert (refused.value.status, refused.value.code) == (413, "request_too_large")
+        assert await other.text() == "hi"
+        assert client.statistics()["connections"] == 1
+
+
+async def test_a_message_that_is_far_too_large_costs_its_connection(tmp_path: Path) -> None:
+    size = FAR_TOO_LARGE * MOST_BYTES
+    async with (
+        served(ScriptedSessions(("hi",)), tmp_path) as doors,
+        Client(doors.ipc) as other,
+        Client(doors.ipc, patience=Patience(lost_s=0.5)) as client,
+    ):
+        with pytest.raises(ConnectionLost, match="no gateway took the request of"):
+            await client.chat("x" * size).text()
+        assert client.statistics()["connections"] > 1
         assert await other.chat("hello").text() == "hi"
         assert other.statistics()["connections"] == 1
 
