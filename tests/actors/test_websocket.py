@@ -486,6 +486,9 @@ async def test_a_connection_on_which_nothing_happens_is_closed(autojump_clock: M
 
     async def send(message: Any) -> None:
         sent.append(message)
+        if message["type"] == "websocket.close":
+            # What the client still says is not answered: nothing may follow a close.
+            to_door.send_nowait({"type": "websocket.receive", "text": '{"type":"ping"}'})
 
     def abort() -> None:
         to_door.send_nowait({"type": "websocket.disconnect", "code": 1006})
