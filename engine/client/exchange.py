@@ -76,7 +76,7 @@ class Exchange:
         self.request = request
         self.state: State = "waiting"
         self.request_id: str | None = None
-        """The gateway's name of it, once it was accepted."""
+        """The gateway's name of it, once it was accepted; another one when it had to be asked anew."""
         self.model: str | None = None
         self.error: ClientError | None = None
         """What its reader is told instead of more events."""
@@ -88,6 +88,8 @@ class Exchange:
         self._attempt = 0
         self._choices: list[Progress] = []
         self._window = Window(request.window)
+        self._is_kept = False
+        """A gateway has it, as far as we know."""
         self._resuming = False
         self._recreations = 0
         self._takeovers = 0
@@ -166,7 +168,7 @@ class Exchange:
         self._said = self._heard = now
         if self._unanswered is None:
             self._unanswered = now
-        self._resuming = self.request_id is not None and not self._is_behind()
+        self._resuming = self._is_kept and not self._is_behind()
         if self._resuming:
             assert self.request_id is not None
             positions = [choice.position() for choice in self._choices]
@@ -283,6 +285,7 @@ class Exchange:
             raise ProtocolViolated(f"the gateway opened the request with {message.choices} choices")
         self._move("opened")
         self._unanswered = None
+        self._is_kept = True
         self.request_id = message.request
         self.model = message.model
         if not self._choices:
@@ -360,7 +363,7 @@ class Exchange:
                 self._fail(ConnectionLost(f"the request was asked anew {times} and forgotten each time"))
                 return
             self._recreations += 1
-            self.request_id = None
+            self._is_kept = False
             self.ask(now)
         elif error.status in BUSY:
             self._put_off(now, error)
