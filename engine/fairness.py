@@ -7,13 +7,16 @@ as in the virtual token counter (Sheng et al., "Fairness in Serving Large Langua
 
     start  = finish of its last request, while it has others that wait
              max(now, finish)            when it comes back: no credit for having been away
-    finish = start + cost / weight       at each placement
+    finish = start + cost / weight       at each placement, and when it is known what was used
     now    = max(now, start + cost / (2 x weight of all present))
 
 The client with the lowest start is next. `now` is virtual time: the start of what was placed last, as
 in SFQ, creeping on by half of what ideal sharing would have given everybody. Without that, a stream of
 names never heard of, all starting at `now`, would hold it still and everybody else back for ever;
 with all of it, a newcomer would start level with a flood instead of before it.
+
+What a request will generate is not known when it is placed: its client pays what its requests have
+generated lately, and the difference at the end.
 
 What a client owes when it leaves is at most the cost of its last request, and forgotten when `now` has
 passed it, or when nobody is there. A new scheduler knows of no past at all.
@@ -34,6 +37,10 @@ if TYPE_CHECKING:
     from engine.ids import SequenceKey
 
 
+EXPECT_OVER = 4
+"""Requests over which a client's expected tokens are averaged, the latest counting most."""
+
+
 class Fairness(msgspec.Struct, frozen=True):
     """What the operator says about clients."""
 
@@ -47,6 +54,8 @@ class Fairness(msgspec.Struct, frozen=True):
     After so many nobody behind it is placed, so that running ones end and it fits: a large request
     is delayed by small ones of others, not starved.
     """
+    expected: int = 256
+    """Tokens that a request is taken to generate while nothing is known of its client."""
     look_past: int = 32
     """Clients whose next request does not fit that are looked past for one that does: a message's cost."""
 
@@ -75,6 +84,8 @@ class Client:
 
     name: str
     weight: float
+    expected: float
+    """Tokens that its next request is taken to generate."""
     waiting: list[Ticket] = field(default_factory=list)
     """Those that may be placed, sorted."""
     active: int = 0
@@ -141,6 +152,20 @@ class FairQueue:
         while self._left and self._left[0][0] <= self.now:
             self._forget(self._clients[heapq.heappop(self._left)[1]])
 
+    def settle(self, name: str, expected: int, generated: int) -> None:
+        """A request ended: its client pays for what was generated instead of what was expected.
+
+        Whoever has waited all the time goes on where it would be, had it paid that at once; who was
+        away begins at `now` as ever.
+        """
+        client = self._clients[name]
+        client.expected += (generated - client.expected) / EXPECT_OVER
+        late = (generated - expected) / client.weight
+        client.finish += late
+        if client.waiting:
+            client.start += late
+            self._ranked(client)
+
     def hold(self, name: str) -> None:
         """A request of the client holds slots."""
         self._arrived(name).active += 1
@@ -166,7 +191,7 @@ class FairQueue:
     def _arrived(self, name: str) -> Client:
         client = self._clients.get(name)
         if client is None:
-            client = self._clients[name] = Client(name, self.fairness.weight(name))
+            client = self._clients[name] = Client(name, self.fairness.weight(name), self.fairness.expected)
         if not client.present:
             self._present += 1
             self._weight += client.weight

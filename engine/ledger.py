@@ -410,7 +410,7 @@ class Ledger:
             self._kept[entry.key] = entry.slot
         else:
             self._free(entry.slot)
-        return [*effects, Send("scheduler", RequestEnded(entry.key, entry.term))]
+        return [*effects, Send("scheduler", RequestEnded(entry.key, entry.term, len(entry.log)))]
 
     def _free(self, slot: int) -> None:
         self.arena.close(slot)

@@ -142,6 +142,8 @@ class RequestEnded(Message, frozen=True):
 
     key: SequenceKey
     term: int
+    length: int | None = None
+    """Tokens in the log at the end: its client gets back what it has paid for more."""
 
 
 class Place(Message, frozen=True):

@@ -50,6 +50,17 @@ if TYPE_CHECKING:
     from engine.slots import Free
 
 
+class Bill(NamedTuple):
+    """What a client pays for a choice when it is placed, in tokens."""
+
+    length: int
+    """Of the log then."""
+    prompt: int
+    """What has to be computed of it: next to nothing beside a sibling."""
+    output: int
+    """What will likely be generated."""
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """An open choice."""
@@ -59,8 +70,8 @@ class Entry:
     """The gateway that says so; it may have taken the request over from its former life."""
     queued: bool = False
     """It may be placed."""
-    charged: bool = False
-    """Its client has paid; what is placed again because it gave way does not pay again."""
+    bill: Bill | None = None
+    """What its client has paid; what is placed again because it gave way does not pay again."""
     beside: bool = False
     """It was placed beside a sibling."""
     pages: int = 0
@@ -143,6 +154,8 @@ class Scheduler:
             case RequestEnded():
                 known = self._entries.get(message.key)
                 if known is not None and known.source == source:
+                    if message.length is not None:
+                        self._settle(known, message.length)
                     self._forget(known)
             case WorkerFact():
                 if self._slots.offered(source, message.prefill_slots, message.decode_slots):
@@ -167,7 +180,7 @@ class Scheduler:
         """Take what a gateway says of a choice, in place of what was known."""
         fact = entry.fact
         if known is not None:
-            entry.charged = known.charged
+            entry.bill = known.bill
             entry.beside = known.beside and entry.active
         self._slots.vacate(fact.key)
         self._enter(entry)
@@ -254,21 +267,25 @@ class Scheduler:
             waited, term=waited.term + 1, stage="prefilling", prefill=prefill, decode=decode, excluding=()
         )
         self._enter(entry)
-        self._queue.place(turn.client, self._cost(entry))
-        entry.charged = True
+        if entry.bill is None:
+            entry.bill = self._bill(waited, turn)
+            self._queue.place(turn.client, entry.bill.prompt + entry.bill.output)
+        else:
+            # It has paid; one token moves the turn on.
+            self._queue.place(turn.client, 1)
         self.placements += 1
         self.placements_beside += turn.beside
         self.bypasses += len(turn.starved)
         return Send(entry.source, Place(waited.key, waited.term, prefill, decode))
 
-    def _cost(self, entry: Entry) -> int:
-        """Tokens that a client pays for a placement: its prompt and all that may be generated.
+    def _bill(self, fact: RequestFact, turn: Turn) -> Bill:
+        likely = max(1, round(turn.client.expected))
+        return Bill(fact.length, 1 if turn.beside else fact.length, min(fact.limit - fact.length, likely))
 
-        What a sibling has computed is free. What gave way has paid: one token moves the turn on.
-        """
-        if entry.charged:
-            return 1
-        return max(1, entry.fact.limit - (entry.fact.length - 1) * entry.beside)
+    def _settle(self, entry: Entry, length: int) -> None:
+        """A choice that ended with so many tokens in its log costs what it generated."""
+        if entry.bill is not None:
+            self._queue.settle(entry.fact.client, entry.bill.output, length - entry.bill.length)
 
     # ── whether there is room ─────────────────────────────────────────────────────────────────
 

@@ -82,7 +82,7 @@ class WorkerTable(_Table, frozen=True, kw_only=True):
     """0 shares the cores among the workers."""
     prefill_slots: Count = 8
     """Requests that may be in prefill here at once (roles prefill and both)."""
-    decode_slots: Count = 32
+    decode_slots: Count = 36
     """Sequences that may decode here at once (roles decode and both)."""
     step_tokens: Count = 256
     """Rows of one step at most: decode rows first, prefill chunks fill the rest."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_desk import ALLOCATOR, B, D, Desk, P, key_of, placed, preempted
+from scheduler_desk import ALLOCATOR, FRONT, B, D, Desk, P, key_of, placed, preempted
 from world import World
 
 from engine.fairness import Claim, Fairness, FairQueue, Ticket, give_way
 from engine.ids import SequenceKey
-from engine.messages import PoolExhausted, WorkerFact
+from engine.messages import PoolExhausted, RequestEnded, WorkerFact
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -90,6 +90,58 @@ def test_a_large_request_costs_its_client_more_turns_than_a_small_one() -> None:
     line.ask(*["a"] * 2, *["b"] * 9)
     assert line.serve(400) == "a"
     assert line.serves(5) == ["b", "b", "b", "b", "a"]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.randoms(use_true_random=False))
+def test_shares_are_of_what_was_used(order: random.Random) -> None:
+    """Whatever was expected of a client, it pays for what was generated, sooner or later."""
+    line = Line()
+    used: Counter[str] = Counter()
+    line.ask("a", "b", "a", "b")
+    for _ in range(200):
+        client = line.queue.at(0)
+        assert client is not None
+        name, expected = client.name, round(client.expected)
+        generated = order.randint(1, 100) if name == "a" else order.randint(1, 10)
+        line.queue.hold(name)
+        line.queue.place(client, expected)
+        line.queue.settle(name, expected, generated)
+        line.queue.check()
+        line.queue.release(name)
+        used[name] += generated
+        line.ask(name)
+        assert abs(used["a"] - used["b"]) <= 256 + 2 * 100
+
+
+def test_what_is_not_used_is_no_credit_for_who_was_away() -> None:
+    line = Line()
+    line.ask("a", *["b"] * 30)
+    client = line.queue.at(0)
+    assert client is not None
+    assert client.name == "a"
+    line.queue.hold("a")
+    line.queue.place(client, 1000)
+    line.serves(20)
+    line.queue.settle("a", 1000, 1)
+    line.ask(*["a"] * 30, *["b"] * 30)
+    line.queue.check()
+    assert 16 <= line.serves(40).count("a") <= 22, "turns from now on, none for the past"
+
+
+def test_a_client_without_a_limit_pays_for_what_it_generates() -> None:
+    desk = Desk((B, 1, 1))
+    for count in range(1, 100, 2):
+        desk.ask(count, "whole", limit=8000)
+        desk.ask(count + 1, "little", limit=24)
+    turns = []
+    active = [1]
+    while active:
+        [count] = active
+        turns.append("whole" if count % 2 else "little")
+        active = placed(desk.tell(FRONT, RequestEnded(key_of(count), 9, 24)))
+    assert len(turns) == 100
+    assert abs(turns[:60].count("whole") - 30) <= 12, "both generate 20 tokens a request"
 
 
 def test_priorities_order_the_requests_of_one_client_only() -> None:

@@ -173,7 +173,7 @@ def test_the_terms_of_a_life() -> None:
     effects = desk.token(key, 1, "stop")
     assert effects[0] == Committed(key, 1)
     assert effects[-1] == Closed(key, "stop")
-    assert messages(effects, RequestEnded) == [("scheduler", RequestEnded(key, 2))]
+    assert messages(effects, RequestEnded) == [("scheduler", RequestEnded(key, 2, 5))]
     assert not messages(effects, Cancel), "nobody holds it any more"
     assert desk.core.open_requests == 0
     assert all(desk.arena.read(slot) is None for slot in SLOTS)
