@@ -6,7 +6,7 @@ connection: a client that connects again takes another, and resumes.
     what a client may do                        what it costs
     ─────────────────────────────────────────────────────────────────────────────────────────────
     read nothing                                its high-water mark; its own sends wait, nobody else's
-    say nothing for PEER_SILENCE_S              its place; what can be resumed is kept for its grace
+    say nothing for `peer_silence_s`            its place; what can be resumed is kept for its grace
     vanish                                      the same, at the next message to it
     send what is no message, or too large       an answer
     send what is far too large                  its connection (libzmq closes it, so nobody can answer)
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import errno
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import structlog
@@ -52,6 +52,8 @@ FAR_TOO_LARGE = 4
 """Times the largest message; what is less is read, and told that it is too large."""
 ROOM_FIRST_S, ROOM_MOST_S = 0.005, 0.5
 """Pauses between two looks whether a client has room again: libzmq does not tell of one client."""
+RETRY_AFTER_S = 1.0
+"""When a client may knock again that was one too many."""
 LINGER_MS = 200
 """What last words may take to leave, when the door closes."""
 
@@ -190,7 +192,9 @@ class ZeroMQDoor:
                 return
             if len(self._peers) >= self._limits.peers:
                 self.refused += 1
-                self._refuse(name, f"{self._limits.peers} clients are connected", 429, "too_many_clients")
+                said = f"{self._limits.peers} clients are connected; try again later."
+                error = StreamError(said, 429, "too_many_clients", retry_after_s=RETRY_AFTER_S)
+                self._refuse(name, error, _stream_of(rest))
                 return
             peer = self._peers[name] = _Peer(trio.current_time())
             send = partial(self._send, name)
@@ -199,10 +203,11 @@ class ZeroMQDoor:
         if len(rest) == 1 and len(rest[0]) <= self._most_bytes:
             peer.streams.receive(rest[0])
         elif len(rest) == 1:
-            message = f"The message is larger than {self._most_bytes} bytes."
-            self._refuse(name, message, 413, "request_too_large", _stream_of(rest[0]))
+            said = f"The message is larger than {self._most_bytes} bytes."
+            self._refuse(name, StreamError(said, 413, "request_too_large"), _stream_of(rest))
         else:
-            self._refuse(name, f"Not a message: {len(rest)} frames instead of one", 400, "invalid_message")
+            said = f"Not a message: {len(rest)} frames instead of one."
+            self._refuse(name, StreamError(said, code="invalid_message"))
 
     async def _send(self, name: bytes, message: bytes) -> None:
         """Wait for room at one client; BrokenResourceError when it is gone."""
@@ -221,11 +226,10 @@ class ZeroMQDoor:
             else:
                 return
 
-    def _refuse(self, name: bytes, message: str, status: int, code: str, stream: str | None = None) -> None:
+    def _refuse(self, name: bytes, error: StreamError, stream: str | None = None) -> None:
         """A word to a client, if it has room for one."""
-        failed = Failed(StreamError(message, status, code), stream)
         try:
-            self._socket.send_frames_nowait((name, encode(failed)))
+            self._socket.send_frames_nowait((name, encode(Failed(error, stream))))
         except trio.WouldBlock:
             pass
         except zmq.ZMQError as error:
@@ -244,12 +248,13 @@ class ZeroMQDoor:
 class _Beginning(msgspec.Struct):
     """As much of a message as says which stream it would have begun."""
 
+    type: Literal["create", "resume"]
     stream: StreamName
 
 
-def _stream_of(message: bytes) -> str | None:
+def _stream_of(frames: list[bytes]) -> str | None:
     try:
-        return _decode_beginning(message).stream
+        return _decode_beginning(frames[0]).stream if frames else None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

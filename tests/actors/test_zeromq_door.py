@@ -360,8 +360,13 @@ async def test_one_client_too_many_is_told_so(
         dealers = [Dealer(context, doors.ipc) for _ in range(3)]
         for dealer in dealers[:2]:
             assert await dealer.answers("one")
-        await dealers[2].create()
-        assert (await dealers[2].hear())["error"]["code"] == "too_many_clients"
+        await dealers[2].say(type="ping")
+        heard = await dealers[2].hear()
+        assert (heard["error"]["code"], heard.get("stream")) == ("too_many_clients", None)
+        async with Client(doors.ipc) as client:
+            with pytest.raises(Refused, match="2 clients are connected") as refused:
+                await client.chat("hello").text()
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 1.0)
         for dealer in dealers:
             dealer.socket.close()
 
