@@ -143,7 +143,8 @@ class GatewayActor(Actor):
         number = parse_request_name(resume_id.partition(".")[0])
         request = None if number is None else self._requests.get(number)
         if request is None or not (
-            request.generation.resumable and secrets.compare_digest(request.resume_id.encode(), resume_id.encode())
+            request.generation.resumable
+            and secrets.compare_digest(request.resume_id.encode(), resume_id.encode())
         ):
             raise NotKept(self._why_not_kept(number))
         reader = self._reader(request, positions)

@@ -179,7 +179,7 @@ class Generating(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Meta(description="Of a client's own waiting requests, the lowest number goes first; default 0"),
     ] = None
     user: Annotated[
-        str | None, Meta(description="Whose fair share this counts against, where no API key says it")
+        str | None, Meta(description="Whose fair share this counts against, together with the API key")
     ] = None
     safety_identifier: Annotated[str | None, Meta(description="OpenAI's newer name of user")] = None
     request_id: Annotated[

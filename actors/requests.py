@@ -69,8 +69,8 @@ class Intake:
     ) -> Asked:
         """A body of /v1/chat/completions; an ApiError names what is wrong with it.
 
-        `client`: whose share it counts against, where the door knows (`client_of_key`); it stands
-        above the body's `user`. `name`: the client's own id of the request, unless the body has one.
+        `client`: the API key that asks, as `client_of_key` names it; it and the body's `user` together
+        say whose share it is. `name`: the client's own id of the request, unless the body has one.
         `resumable`: its events, in OpenAI's form, may be gone on with on another connection.
         """
         model = self._sessions.model
@@ -202,7 +202,7 @@ class Intake:
             logprobs=wishes.logprobs,
             token_ids=wishes.token_ids,
             n=wishes.n,
-            client=client or (f"user:{wishes.user}" if wishes.user else ""),
+            client="/".join(filter(None, (client, f"user:{wishes.user}" if wishes.user else ""))),
             priority=wishes.priority,
             resumable=resumable,
             ticket=ticket.encode(),

@@ -60,8 +60,12 @@ class Fairness(msgspec.Struct, frozen=True):
     """Clients whose next request does not fit that are looked past for one that does: a message's cost."""
 
     def weight(self, client: str) -> float:
-        """The client's share, relative to others."""
-        return self.weights.get(client, 1.0)
+        """The client's share, relative to others; one of both key and user may be listed by either."""
+        key, _, user = client.partition("/")
+        for name in (client, user, key):
+            if name in self.weights and (name or not client):
+                return self.weights[name]
+        return 1.0
 
     def reserved(self, slots: int) -> int:
         """How many of so many slots are kept: at least one, but never the only one."""

@@ -94,7 +94,10 @@ class SchedulerTable(_Table, frozen=True):
     """How clients share the system."""
 
     weights: dict[str, Weight] = {}
-    """Shares of clients that do not have 1, as in { "user:alice" = 4 }; "" is everybody without a name."""
+    """Shares of clients that do not have 1, as in { "user:alice" = 4 }; "" is everybody without a name.
+
+    A client with key and user, "key:…/user:…", is found by both, else by the user, else by the key.
+    """
     reserve: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.125
     """Share of the slots that only clients without a slot may take, at least one of several; 0 keeps none."""
 

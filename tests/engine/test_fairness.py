@@ -129,6 +129,16 @@ def test_what_is_not_used_is_no_credit_for_who_was_away() -> None:
     assert 16 <= line.serves(40).count("a") <= 22, "turns from now on, none for the past"
 
 
+@pytest.mark.parametrize(
+    ("client", "weight"),
+    [("", 0.5), ("user:a", 2), ("key:1/user:a", 2), ("key:2/user:a", 8), ("key:3/user:b", 4), ("key:3", 4),
+     ("key:4/user:b", 1), ("user:b", 1)],
+)  # fmt: skip
+def test_who_has_key_and_user_is_listed_by_either(client: str, weight: float) -> None:
+    fairness = Fairness({"": 0.5, "user:a": 2.0, "key:2/user:a": 8.0, "key:3": 4.0})
+    assert fairness.weight(client) == weight
+
+
 def test_a_client_without_a_limit_pays_for_what_it_generates() -> None:
     desk = Desk((B, 1, 1))
     for count in range(1, 100, 2):
