@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.system
 
-STREAMS = 1000
+STREAMS = 1250
+"""Some of them have ended before the last ones come."""
+OPEN = 1000
 TOKENS = 12
-MOST_KIB_A_STREAM = 96
+MOST_KIB_A_STREAM = 48
 MOST_KIB_MORE = 4 * 1024
 """That a second load may leave behind beside the first."""
 
@@ -32,8 +34,6 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     write_byte_model(folder)
     settings = [f"model.path={folder}", f"gateway.front.max_open={STREAMS}"]
     settings += ["worker.prefill.backend=reference", "worker.decode.backend=reference"]
-    # Few at a time, so that all others are open meanwhile.
-    settings.append("worker.decode.decode_slots=10")
     with Launch(tmp_path_factory.mktemp("many"), "local", *settings) as launch:
         yield launch.wait_ready()
 
@@ -90,15 +90,15 @@ async def load(launch: Launch, payloads: list[dict[str, Any]]) -> tuple[list[lis
         found[number] = await read(launch, payloads[number], late if number % 100 == 0 else None)
 
     async with trio.open_nursery() as nursery:
-        for number in range(STREAMS):
+        for number in range(len(payloads)):
             nursery.start_soon(one, number)
-        while len(found) < STREAMS - STREAMS // 100:
+        while len(found) < len(payloads) - len(payloads) // 100 - 1:
             await trio.sleep(0.2)
             peak = max(peak, usage_of(pid).private_kib)
             is_open = await trio.to_thread.run_sync(launch.statistics)
             most = max(most, int(is_open["front"]["requests"]))
         late.set()
-    return [found[number] for number in range(STREAMS)], most, peak
+    return [found[number] for number in range(len(payloads))], most, peak
 
 
 async def test_a_thousand_streams(launch: Launch) -> None:
@@ -110,12 +110,12 @@ async def test_a_thousand_streams(launch: Launch) -> None:
         for turn in range(2):
             launch.wait_quiet()
             usages.append(before := usage_of(pid))
-            found, most, peak = await load(launch, payloads)
+            found, most, peak = await load(launch, payloads[: STREAMS if turn == 0 else STREAMS // 4])
             print(f"{most} open at once, {(peak - before.private_kib) / most:.1f} KiB a stream")
-            assert most > 0.9 * STREAMS
-            assert [len(tokens) for tokens in found] == [TOKENS + n % 7 for n in range(STREAMS)]
-            assert peak <= before.private_kib + STREAMS * MOST_KIB_A_STREAM
-            for number in (3, 500 + turn):
+            assert turn or most >= OPEN
+            assert [len(tokens) for tokens in found] == [TOKENS + n % 7 for n in range(len(found))]
+            assert peak <= before.private_kib + OPEN * MOST_KIB_A_STREAM
+            for number in (3, 250 + turn):
                 assert await read(launch, payloads[number]) == found[number], "alone it says the same"
     launch.wait_quiet()
     limit = usages[0].descriptors + 1
