@@ -323,9 +323,7 @@ class GatewayActor(Actor):
         self.model = msgspec.structs.replace(config, name=name, context_length=self.boot.context_length)
         self.text = await self.world.compute(partial(TextCodec.load, folder))
         actors, traffic = self.boot.topology.actors(), Traffic.of(folder, self.model, self.boot.page_shape)
-        collector = SystemCollector(
-            self.metrics, self.core.statistics, actors, self.vitals, self.model, traffic
-        )
+        collector = SystemCollector(self.metrics, self.statistics, actors, self.vitals, self.model, traffic)
         self._exposition = Exposition(collector)
         self._adopt()
 

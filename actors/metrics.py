@@ -201,6 +201,11 @@ PUBLISHED = (
     Family("scheduler", "counter", "num_preemptions", "Requests taken back for want of pages.",
            {"preemptions": ""}),
     Family("scheduler", "counter", "placements", "Requests given a place.", {"placements": ""}),
+    Family("scheduler", "gauge", "num_clients", "Clients with requests, by whether one of them waits.",
+           {"clients": "present", "clients_waiting": "waiting"}, "state"),
+    Family("worker", "counter", "prefix_cache_hits",
+           "Prompt tokens that were not computed, since another choice of the request has them.",
+           {"positions_shared": ""}),
     Family("worker", "gauge", "worker_sequences", "Sequences on a worker, by state.",
            {f"sequences_{state}": state for state in ("prefill", "offered", "decode")}, "state"),
     Family("worker", "counter", "worker_positions_computed", "Rows of all steps.", {"tokens_filled": ""}),
@@ -238,7 +243,7 @@ class SystemCollector(Collector):
         model: ModelConfig,
         traffic: Traffic,
     ) -> None:
-        """`own` gives the ledger's statistics of the gateway that is scraped."""
+        """`own` gives the statistics of the gateway that is scraped."""
         self._requests = requests
         self._own = own
         self._actors = tuple(actors)
@@ -272,6 +277,11 @@ class SystemCollector(Collector):
         yield GaugeMetricFamily(f"{PREFIX}num_requests_running", "Requests on workers.", running)
         yield GaugeMetricFamily(
             f"{PREFIX}num_requests_waiting", "Requests that wait for a place.", own["requests_waiting"]
+        )
+        yield GaugeMetricFamily(
+            f"{PREFIX}num_requests_kept",
+            "Requests that nobody reads, kept for their grace.",
+            own["requests_kept"],
         )
         yield _counter("generation_tokens", "Tokens committed.", own["tokens_committed"])
         yield _counter("request_replacements", "Times that a request lost its worker.", own["replacements"])

@@ -123,9 +123,9 @@ def open_backend(boot: Boot, pool: memoryview) -> Backend:
 
 async def serve_doors(boot: Boot, sessions: Sessions, shutdown: trio.Event) -> None:
     """Serve HTTP and ZeroMQ on the sockets that the launcher bound."""
-    from actors.http import serve_http
-    from actors.http_server import ServerLimits
-    from actors.zeromq_door import DoorLimits, serve_zeromq
+    from actors.doors.http import serve_http
+    from actors.doors.http_server import ServerLimits
+    from actors.doors.zeromq import DoorLimits, serve_zeromq
 
     assert boot.listener is not None
     max_body_bytes = boot.topology.gateway[boot.name].max_body_bytes

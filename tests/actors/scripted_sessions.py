@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import httpx
 import trio
 
-from actors.http import serve_http
-from actors.http_server import ServerLimits
+from actors.doors.http import serve_http
+from actors.doors.http_server import ServerLimits
 from actors.sessions import Delta, DeltaToken, End, Generation, NotKept, Superseded
 from engine.chat_template import TemplateError
 from engine.detokenizer import Detokenizer

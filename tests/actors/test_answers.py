@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_sessions import MODEL, ByteText
 
-from actors.answers import answer_for
+from actors.doors.answers import answer_for
+from actors.doors.ticket import Ticket, ticket_of
 from actors.sessions import Delta, DeltaToken, End, Generation
-from actors.ticket import Ticket, ticket_of
 from engine.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import trio
 
-from actors import http_server
-from actors.http_server import ServerLimits, serve_app
+from actors.doors import http_server
+from actors.doors.http_server import ServerLimits, serve_app
 from actors.logs import LossyStream
 from actors.processes import _last_line, _open_errors
 from actors.rundir import LOGS, READY, SOCKETS, RunDir

@@ -9,8 +9,8 @@ import pytest
 import trio
 from scripted_sessions import ScriptedSessions, body, served
 
-from actors.event_id import EventId
-from actors.openai_error import ApiError
+from actors.doors.event_id import EventId
+from actors.doors.openai_error import ApiError
 from actors.sessions import Diverged, NotKept, Superseded
 from engine.transcript import Position, tail_hash
 

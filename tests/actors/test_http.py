@@ -11,9 +11,9 @@ import pytest
 import trio
 from scripted_sessions import MODEL, ScriptedSessions, body, served
 
-from actors.openai_request import NEUTRAL
+from actors.doors.openai_request import NEUTRAL
+from actors.doors.wishes import MESSAGE_CHARS, parse_chat
 from actors.sessions import DeltaToken, Draining, QueueFull, Refused
-from actors.wishes import MESSAGE_CHARS, parse_chat
 from engine.sampling import SamplingParams, TokenLogprobs
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_sessions import MODEL, ScriptedSessions, body, served
 
-from actors.http_server import ServerLimits
+from actors.doors.http_server import ServerLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -237,7 +237,7 @@ async def test_a_connection_that_never_becomes_a_request_is_closed(sent: bytes) 
 
 
 async def test_a_body_that_does_not_arrive_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.http._BODY_S", 0.2)
+    monkeypatch.setattr("actors.doors.http._BODY_S", 0.2)
     async with served(ScriptedSessions(("x",))) as door:
         stream = await trio.open_tcp_stream("127.0.0.1", door.port)
         await stream.send_all(

@@ -44,6 +44,7 @@ WORKER = {
     "sequences_decode": 2,
     "tokens_filled": 100,
     "tokens_out": 40,
+    "positions_shared": 48,
     "busy_s": 6.0,
     "busy_prefill_s": 1.0,
     "busy_decode_s": 2.0,
@@ -61,6 +62,7 @@ OWN = {
     "requests_decoding": 2,
     "tokens_committed": 99,
     "replacements": 1,
+    "requests_kept": 5,
 }
 
 
@@ -126,6 +128,7 @@ def test_published_figures_are_shown_by_actor() -> None:
     assert pages == {"free": 30, "cached": 2, "leased": 4, "open": 8}
     assert found["worker_sequences", "decode", "decode"] == 2
     assert found["backend_busy_seconds_total", "decode"] == 6
+    assert found["prefix_cache_hits_total", "decode"] == 48
     assert [found["step_time_seconds_sum", "decode", phase] for phase in PHASES] == [1, 2, 3]
     assert [found["step_time_seconds_count", "decode", phase] for phase in PHASES] == [10, 20, 30]
     assert found["weight_bytes_read_total", "decode"] == 60 * 1000 + 50 * 100
@@ -133,6 +136,7 @@ def test_published_figures_are_shown_by_actor() -> None:
     assert found["messages_in_total", "allocator"] == 6
     assert found["num_requests_running",] == 3
     assert found["num_requests_waiting",] == 3
+    assert found["num_requests_kept",] == 5
     assert found["generation_tokens_total",] == 99
     assert ("kv_cache_usage_perc", "prefill") not in found
 

@@ -19,8 +19,8 @@ import pytest
 import trio
 from scripted_sessions import MODEL, ScriptedSession, ScriptedSessions, served
 
-from actors.http import serve_http
-from actors.openapi import openapi_document
+from actors.doors.http import serve_http
+from actors.doors.openapi import openapi_document
 from actors.sessions import Delta, DeltaToken
 from engine.sampling import TokenLogprobs
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from actors.sessions import Generation
 
 DOCUMENT = openapi_document(MODEL, "0.1.0")
-README = Path(__file__).parents[2] / "actors" / "README.md"
+README = Path(__file__).parents[2] / "actors" / "doors" / "README.md"
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",

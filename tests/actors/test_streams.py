@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scripted_sessions import ScriptedSession, ScriptedSessions, body
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from actors.requests import THREAD_CHARS, Intake
+from actors.doors.intake import THREAD_CHARS, Intake
+from actors.doors.stream_outbox import MAX_ANSWERS, READY_ANSWERS
+from actors.doors.streams import MAX_STREAMS, MAX_WAITING_BYTES, StreamPeer
 from actors.sessions import DeltaToken, Diverged, Draining, NotKept, QueueFull, Superseded
-from actors.stream_outbox import MAX_ANSWERS, READY_ANSWERS
-from actors.streams import MAX_STREAMS, MAX_WAITING_BYTES, StreamPeer
 from engine.sampling import TokenLogprobs
 from engine.stream_protocol import Delta, End, Failed, Opened, Pong, ToClient, decode_to_client
 from engine.transcript import Position
@@ -25,7 +25,7 @@ from engine.transcript import Position
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from actors.requests import Asked
+    from actors.doors.intake import Asked
 
 KEY = "0123456789abcdef"
 CUT = [Position(1, "0" * 16)]

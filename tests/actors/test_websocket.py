@@ -15,9 +15,9 @@ import trio
 from scripted_sessions import ScriptedSessions, body, served
 from websocket_client import WebSocket, websocket
 
-from actors.http_server import ServerLimits
-from actors.requests import Intake
-from actors.websocket import IDLE_S, WebSocketDoor
+from actors.doors.http_server import ServerLimits
+from actors.doors.intake import Intake
+from actors.doors.websocket import IDLE_S, WebSocketDoor
 from engine.stream_protocol import Delta, End, Failed, Opened, Pong
 from engine.transcript import tail_hash
 

@@ -13,7 +13,7 @@ import trio
 import zmq
 from scripted_sessions import MODEL, ScriptedSessions, body
 
-from actors.zeromq_door import ENVELOPE_BYTES, FAR_TOO_LARGE, DoorLimits, serve_zeromq
+from actors.doors.zeromq import ENVELOPE_BYTES, FAR_TOO_LARGE, DoorLimits, serve_zeromq
 from engine.client import Client, ConnectionLost, Finish, GenerationFailed, Patience, Piece, Refused
 from transport.zmq_socket import ZmqSocket
 

@@ -108,7 +108,11 @@ class Reader:
 
 
 def test_the_example_for_people_works(launch: Launch) -> None:
-    section = (ROOT / "actors" / "README.md").read_text().partition("## Streams")[2]
+    section = (
+        (ROOT / "actors" / "doors" / "README.md")
+        .read_text()
+        .partition("## Streams over WebSocket and ZeroMQ")[2]
+    )
     example = section.partition("```python\n")[2].partition("```")[0]
     host = launch.url.removeprefix("http://").removesuffix("/v1")
     example = example.replace("127.0.0.1:8000", host)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from actors.decoding import decode_body
-from actors.openai_error import ApiError
-from actors.openai_request import (
+from actors.doors.decoding import decode_body
+from actors.doors.openai_error import ApiError
+from actors.doors.openai_request import (
     MAX_NAME,
     NEUTRAL,
     NEUTRAL_TEXT,
@@ -26,7 +26,7 @@ from engine.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from actors.openai_request import Generating, Message, Only
+    from actors.doors.openai_request import Generating, Message, Only
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion that does not say."""

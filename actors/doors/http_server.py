@@ -27,7 +27,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
-from actors.http_wire import Http1, PeerFault
+from actors.doors.http_wire import Http1, PeerFault
 
 if TYPE_CHECKING:
     from hypercorn.typing import ASGIFramework

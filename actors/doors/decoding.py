@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeVar, get_args
 
 import msgspec
 
-from actors.openai_error import ApiError
-from actors.openai_request import Role
+from actors.doors.openai_error import ApiError
+from actors.doors.openai_request import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,11 +8,11 @@ import pytest
 import trio
 from scripted_sessions import MODEL, ScriptedSessions, body
 
-from actors.answers import answer_for
-from actors.openai_error import ApiError
-from actors.requests import Asked, Intake, client_of_key
+from actors.doors.answers import answer_for
+from actors.doors.intake import Asked, Intake, client_of_key
+from actors.doors.openai_error import ApiError
+from actors.doors.ticket import ticket_of
 from actors.sessions import Draining, QueueFull, Refused
-from actors.ticket import ticket_of
 
 
 async def chat(intake: Intake | None = None, /, client: str = "", **parameters: object) -> Asked:

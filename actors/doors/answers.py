@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec import UNSET
 
-from actors.openai_response import (
+from actors.doors.openai_response import (
     AnswerMessage,
     Choice,
     Chunk,
@@ -22,15 +22,15 @@ from actors.openai_response import (
     TopLogprob,
     Usage,
 )
-from actors.ticket import ticket_of
+from actors.doors.ticket import ticket_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from msgspec import UnsetType
 
+    from actors.doors.ticket import Ticket
     from actors.sessions import Delta, DeltaToken, End, Generation
-    from actors.ticket import Ticket
     from engine.model import ModelConfig
     from engine.text import TextCodec
 

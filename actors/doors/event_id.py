@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from actors.openai_error import ApiError
+from actors.doors.openai_error import ApiError
 from actors.sessions import Delta
 from engine.transcript import Position, tail_hash
 

@@ -9,8 +9,8 @@
     GET  /health/ready           a token could be produced now
     GET  /statistics             what every actor last published of itself
     GET  /metrics                the same and more for Prometheus
-    GET  /openapi.json           all of this for programs (`actors.openapi`)
-    GET  /v1/stream              a WebSocket (`actors.websocket`)
+    GET  /openapi.json           all of this for programs (`actors.doors.openapi`)
+    GET  /v1/stream              a WebSocket (`actors.doors.websocket`)
 
 Plain ASGI: there are few routes, and a framework between a token and its socket costs more than
 it gives. A client that goes away, or shuts its sending side down, cancels its session at once,
@@ -30,26 +30,26 @@ import msgspec
 import structlog
 import trio
 
-from actors.answers import answer_for
-from actors.event_id import HEADER, RESUMABLE, EventId
-from actors.http_reply import Client, Receive, Reply, Send
-from actors.http_server import ServerLimits, serve_app
+from actors.doors.answers import answer_for
+from actors.doors.event_id import HEADER, RESUMABLE, EventId
+from actors.doors.http_reply import Client, Receive, Reply, Send
+from actors.doors.http_server import ServerLimits, serve_app
+from actors.doors.intake import Intake, client_of_key
+from actors.doors.openai_error import ApiError, server_error
+from actors.doors.openai_response import Model, ModelList
+from actors.doors.openapi import openapi_document
+from actors.doors.ticket import ticket_of
+from actors.doors.websocket import PATH as WEBSOCKET_PATH
+from actors.doors.websocket import WebSocketDoor
+from actors.doors.wishes import check_name
 from actors.metrics import CONTENT_TYPE
-from actors.openai_error import ApiError, server_error
-from actors.openai_response import Model, ModelList
-from actors.openapi import openapi_document
-from actors.requests import Intake, client_of_key
 from actors.sessions import Diverged, NotKept
-from actors.ticket import ticket_of
-from actors.websocket import PATH as WEBSOCKET_PATH
-from actors.websocket import WebSocketDoor
-from actors.wishes import check_name
 from engine import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from actors.requests import Asked
+    from actors.doors.intake import Asked
     from actors.sessions import Session, Sessions
 
 Scope = MutableMapping[str, Any]

@@ -24,11 +24,11 @@ import msgspec
 import structlog
 import trio
 
-from actors.openai_error import ApiError
+from actors.doors.openai_error import ApiError
+from actors.doors.stream import BROKEN, Stream
+from actors.doors.stream_messages import as_refused, as_stream_error, check_switches, ours, too_many
+from actors.doors.stream_outbox import MAX_ANSWERS, Outbox
 from actors.sessions import Refused
-from actors.stream import BROKEN, Stream
-from actors.stream_messages import as_refused, as_stream_error, check_switches, ours, too_many
-from actors.stream_outbox import MAX_ANSWERS, Outbox
 from engine.stream_protocol import (
     Cancel,
     Create,
@@ -47,7 +47,7 @@ from engine.stream_protocol import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from actors.requests import Asked, Intake
+    from actors.doors.intake import Asked, Intake
     from actors.sessions import Generation, Session, Sessions
     from engine.stream_protocol import ToClient
 

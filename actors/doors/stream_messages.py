@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from actors import sessions as gateway
-from actors.openai_error import ApiError
+from actors.doors.openai_error import ApiError
 from engine.stream_protocol import Delta, End, ScoredToken, StreamError
 
 

@@ -15,15 +15,15 @@ import msgspec
 import structlog
 import trio
 
-from actors.openai_error import ApiError
-from actors.requests import client_of_key
-from actors.streams import StreamPeer
+from actors.doors.intake import client_of_key
+from actors.doors.openai_error import ApiError
+from actors.doors.streams import StreamPeer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
-    from actors.http_reply import Receive, Send
-    from actors.requests import Intake
+    from actors.doors.http_reply import Receive, Send
+    from actors.doors.intake import Intake
     from actors.sessions import Sessions
 
 log = structlog.get_logger()

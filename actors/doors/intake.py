@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import msgspec
 import trio
 
-from actors.openai_error import ApiError
-from actors.openai_response import Detokenized, Tokens
+from actors.doors.openai_error import ApiError
+from actors.doors.openai_response import Detokenized, Tokens
+from actors.doors.ticket import Ticket
+from actors.doors.wishes import RawPrompt, Wishes, parse_chat, parse_detokenize, parse_text, parse_tokenize
 from actors.sessions import Draining, Generation, QueueFull, Refused
-from actors.ticket import Ticket
-from actors.wishes import RawPrompt, Wishes, parse_chat, parse_detokenize, parse_text, parse_tokenize
 from engine.chat_template import TemplateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from actors.doors.wishes import Conversation
     from actors.sessions import Session, Sessions
-    from actors.wishes import Conversation
 
 THREAD_CHARS = 16 * 2**10
 """Longer texts are tokenised in a thread."""

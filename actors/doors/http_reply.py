@@ -9,14 +9,14 @@ import msgspec
 import structlog
 import trio
 
-from actors.openai_error import server_error
+from actors.doors.openai_error import server_error
 from actors.sessions import Delta, End, Superseded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
-    from actors.answers import Answer
-    from actors.event_id import EventId
+    from actors.doors.answers import Answer
+    from actors.doors.event_id import EventId
     from actors.sessions import Session
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

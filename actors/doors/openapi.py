@@ -11,10 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actors.event_id import HEADER, RESUMABLE
-from actors.openai_error import ErrorBody
-from actors.openai_request import ChatRequest, CompletionRequest, DetokenizeRequest, Name, TokenizeRequest
-from actors.openai_response import Chunk, Completion, Detokenized, Model, ModelList, TextCompletion, Tokens
+from actors.doors.event_id import HEADER, RESUMABLE
+from actors.doors.openai_error import ErrorBody
+from actors.doors.openai_request import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Name,
+    TokenizeRequest,
+)
+from actors.doors.openai_response import (
+    Chunk,
+    Completion,
+    Detokenized,
+    Model,
+    ModelList,
+    TextCompletion,
+    Tokens,
+)
 
 if TYPE_CHECKING:
     from engine.model import ModelConfig

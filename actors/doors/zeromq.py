@@ -27,15 +27,15 @@ import trio
 import zmq
 from msgspec import UNSET
 
-from actors.requests import Intake
-from actors.streams import StreamPeer
+from actors.doors.intake import Intake
+from actors.doors.streams import StreamPeer
 from engine.stream_protocol import Failed, StreamError, StreamName, encode
 from transport.zmq_socket import ZmqSocket
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from actors.requests import Asked
+    from actors.doors.intake import Asked
     from actors.sessions import Sessions
 
 log = structlog.get_logger()

@@ -9,7 +9,7 @@ import structlog
 import trio
 
 from actors import sessions as gateway
-from actors.stream_messages import delta_message, end_message, ours
+from actors.doors.stream_messages import delta_message, end_message, ours
 from engine.stream_protocol import Failed, Opened, StreamError
 
 if TYPE_CHECKING:
