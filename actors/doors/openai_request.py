@@ -15,6 +15,8 @@ import msgspec
 from msgspec import Meta
 
 MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+"""A stop string lies in the request's record in shared memory."""
 MAX_STOP_TOKENS = 64
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
@@ -30,7 +32,7 @@ _ID = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _BIAS = Annotated[float, Meta(ge=-100, le=100)]
 _PENALTY = Annotated[float, Meta(ge=-2, le=2)]
 _SEED = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_STOP = Annotated[str, Meta(min_length=1)]
+_STOP = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 _CHOICES = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 _NOTHING = Annotated[list[Any], Meta(max_length=0)] | None
 _BIASES = Annotated[

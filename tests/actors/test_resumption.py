@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import trio
 
+from actors.doors.openai_request import MAX_STOP_CHARS, MAX_STOP_TOKENS
 from actors.sessions import (
     Delta,
     Diverged,
@@ -325,6 +326,34 @@ async def test_choices_are_admitted_together_or_not_at_all(
         gateway.open(asked(system, n=2)).cancel("test")
         await first.read_all()
         first.check()
+        await system.settle()
+
+
+async def test_the_largest_record_fits(start_system: StartSystem, autojump_clock: MockClock) -> None:
+    """All that a request may say at its longest: it outlives its gateway, too."""
+    system = await start_system("local")
+    stops = tuple(letter * MAX_STOP_CHARS for letter in "\U0001f600\U0001f601\U0001f602\U0001f603")
+    biases = tuple((token, -1e-9 / 3) for token in range(system.config.vocab_size))
+    generation = asked(
+        system,
+        max_tokens=4,
+        sampling=SamplingParams(temperature=1.2, seed=2**64 - 1, logit_bias=biases),
+        stop=stops,
+        stop_tokens=tuple(range(MAX_STOP_TOKENS)),
+        client="key:0123456789abcdef/user:" + "\U0001f600" * 64,
+        key="k" * 64,
+        ticket=b"t" * 400,
+        min_tokens=1,
+        priority=-100,
+    )
+    with trio.fail_after(600):
+        client = Client(system, generation)
+        system.kill_actor("front")
+        await system.wait_ready()
+        assert front(system).find("k" * 64) == client.resume_id
+        resumed = front(system).resume(client.resume_id, None)
+        assert resumed.generation == generation
+        resumed.cancel("test")
         await system.settle()
 
 
