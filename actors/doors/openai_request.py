@@ -131,7 +131,9 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Generating(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What all bodies may say that ask for text, without the parameters that may only be neutral."""
 
-    model: Annotated[str, Meta(description="The served one; another is a 404")]
+    model: Annotated[
+        str | None, Meta(description="The served one, as when it is left out; another is a 404")
+    ] = None
     n: Annotated[_CHOICES | None, Meta(description="Answers to the one prompt; default 1")] = None
     max_tokens: Annotated[
         _TOKENS | None, Meta(description="Tokens to generate a choice, as far as the context has room")

@@ -138,7 +138,7 @@ def _bind(schemas: dict[str, Json], model: ModelConfig) -> None:
     last = model.vocab_size - 1
     for name in ("ChatRequest", "CompletionRequest"):
         fields = schemas[name]["properties"]
-        fields["model"] |= {"enum": [model.name]}
+        fields["model"] |= {"enum": [model.name, None]}
         fields["max_tokens"]["anyOf"][0] |= {"maximum": model.context_length - 1}
         fields["stop_token_ids"]["anyOf"][0]["items"] |= {"maximum": last}
     schemas["TokenizeRequest"]["oneOf"] = [

@@ -111,7 +111,7 @@ _TEMPLATE_OWN = frozenset(
 def parse_chat(body: bytes, *, model: str, vocab_size: int) -> tuple[Conversation, Wishes]:
     """Decode and check a chat request for the one served model."""
     chat = decode_body(_decode_chat, body)
-    _check_model(chat.model, model)
+    _check_model(chat.model or model, model)
     _check_neutral(chat, NEUTRAL)
     old, new = chat.max_tokens, chat.max_completion_tokens
     if old is not None and new is not None and old != new:
@@ -130,7 +130,7 @@ def parse_chat(body: bytes, *, model: str, vocab_size: int) -> tuple[Conversatio
 def parse_text(body: bytes, *, model: str, vocab_size: int) -> tuple[RawPrompt, Wishes]:
     """Decode and check a completion request."""
     text = decode_body(_decode_text, body)
-    _check_model(text.model, model)
+    _check_model(text.model or model, model)
     _check_neutral(text, NEUTRAL_TEXT)
     if not isinstance(text.prompt, str):
         _check_ids("prompt", text.prompt, vocab_size)

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import errno
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import structlog
 import trio
 import zmq
-from msgspec import UNSET
 
 from actors.doors.intake import Intake
 from actors.doors.streams import StreamPeer
@@ -35,7 +34,6 @@ from transport.zmq_socket import ZmqSocket
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from actors.doors.intake import Asked
     from actors.sessions import Sessions
 
 log = structlog.get_logger()
@@ -136,7 +134,7 @@ class ZeroMQDoor:
     ) -> None:
         """`most_bytes`: of a message."""
         self._sessions = sessions
-        self._intake = _IntakeOfServedModel(sessions)
+        self._intake = Intake(sessions)
         self._socket = socket
         self._nursery = nursery
         self._most_bytes = most_bytes
@@ -259,34 +257,4 @@ def _stream_of(frames: list[bytes]) -> str | None:
         return None
 
 
-class _Named(msgspec.Struct):
-    """As much of a body as says which model it wants."""
-
-    model: Any = UNSET
-
-
-class _IntakeOfServedModel(Intake):
-    """An intake that takes the served model for one that is not named: a client need not ask for it."""
-
-    def __init__(self, sessions: Sessions) -> None:
-        super().__init__(sessions)
-        self._model = b'{"model":' + msgspec.json.encode(sessions.model.name)
-
-    async def chat(self, body: bytes, **given: Any) -> Asked:
-        return await super().chat(self._named(body), **given)
-
-    async def completion(self, body: bytes, **given: Any) -> Asked:
-        return await super().completion(self._named(body), **given)
-
-    def _named(self, body: bytes) -> bytes:
-        try:
-            if _decode_named(body).model is not UNSET:
-                return body
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return body  # whoever decodes all of it says what is wrong
-        rest = body.lstrip()[1:].lstrip()
-        return self._model + (b"" if rest.startswith(b"}") else b",") + rest
-
-
 _decode_beginning = msgspec.json.Decoder(_Beginning).decode
-_decode_named = msgspec.json.Decoder(_Named).decode
