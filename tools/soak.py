@@ -3,6 +3,10 @@
     python -m tools.soak --minutes 3
     python -m tools.soak --minutes 30 --topology two-decode -- --set kv.pages=128
 
+Half of the clients are impatient and hang up. A quarter of them reads event streams that can be resumed:
+these must be whole whoever dies, the gateway included, and say the same each time that they are asked
+the same.
+
 A tenth of the time warms up without kills. Then two tables tell, before and after, what each process
 holds while the system is idle, and one line each for what went wrong. Exit codes: 0 all is well, 1 a
 request failed that no death excuses, something stayed behind or grew, 2 bad usage or topology, 3 the
@@ -28,12 +32,16 @@ from urllib.parse import urlsplit
 
 from tools import observe
 from tools.install import say
+from tools.resuming import ResumingStream, StreamLost
 from tools.system import SystemFailed, launch_command, running_system
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 CLIENTS = 16
+RESUMING = 4
+"""Of these clients, those whose streams go on behind a lost connection."""
+RESUMED_TOKENS = 24
 PATIENCE_S = 3.0
 """A client that goes away does so within this time."""
 KILL_EVERY_S = (2.0, 8.0)
@@ -61,6 +69,8 @@ class Load:
         self.counts: Counter[str] = Counter()
         self.failures: Counter[tuple[str, str]] = Counter()
         """How and why requests went wrong; only "cut off" can be the fault of a dead gateway."""
+        self._texts: dict[tuple[str, int], str] = {}
+        """What was said to a question with a seed, by the streams that were resumed."""
 
     def run(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> None:
         """Load the system for so long; `meanwhile` is called again and again beside it."""
@@ -87,8 +97,11 @@ class Load:
     def _client(self, number: int) -> None:
         draw = random.Random(f"{self._seed} {number}")
         while not self._over.is_set():
-            patience_s = draw.uniform(0, PATIENCE_S) if draw.random() < 0.5 else None
-            outcome, detail = self._ask(draw, patience_s)
+            if number < RESUMING:
+                outcome, detail = self._resume(draw)
+            else:
+                patience_s = draw.uniform(0, PATIENCE_S) if draw.random() < 0.5 else None
+                outcome, detail = self._ask(draw, patience_s)
             with self._lock:
                 self.counts[outcome] += 1
                 if detail:
@@ -133,6 +146,25 @@ class Load:
             return "failed", f"HTTP {response.status}: {text[:120].decode(errors='replace')}"
         whole = text.rstrip().endswith(b"data: [DONE]") if body["stream"] else text.startswith(b"{")
         return ("answered", "") if whole else ("cut off", "the answer broke off")
+
+    def _resume(self, draw: random.Random) -> tuple[str, str]:
+        """One stream that nothing may break, and whether it says what it said before."""
+        question, seed = draw.choice(QUESTIONS), draw.randrange(4)
+        body = {
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": RESUMED_TOKENS,
+            "ignore_eos": True,
+            "seed": seed,
+        }
+        stream = ResumingStream(self._split.geturl(), body)
+        try:
+            text = stream.read()
+        except StreamLost as lost:
+            return "lost", str(lost)
+        with self._lock:
+            first = self._texts.setdefault((question, seed), text)
+            self.counts["resumed"] += stream.resumed
+        return ("answered", "") if text == first else ("changed", f"{text!r} is not {first!r}")
 
     @staticmethod
     def _model(connection: http.client.HTTPConnection) -> str:
