@@ -50,7 +50,7 @@ def bind_client_paths(
     """Add every gateway's unix socket in the run directory, which goes with it."""
     bound = {}
     for name, doors in clients.items():
-        path = run_dir / SOCKETS / f"{name}.clients"
+        path = run_dir / SOCKETS / f"{name}.zmq"
         if len(os.fsencode(path)) > IPC_PATH_LIMIT:
             raise StartError(f"socket path {path} is too long: choose a shorter run directory")
         door = stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -33,9 +33,9 @@ def test_a_gateway_has_a_path_always_and_a_port_when_asked_for(stack: ExitStack,
     (tmp_path / "s").mkdir()
     ports = bind_client_ports(topology("gateway.b.zmq_port=0"), stack)
     clients = bind_client_paths(ports, tmp_path, stack)
-    assert list(clients["a"]) == [f"ipc://{tmp_path}/s/a.clients"]
+    assert list(clients["a"]) == [f"ipc://{tmp_path}/s/a.zmq"]
     path, port = clients["b"]
-    assert (path, port) == (f"ipc://{tmp_path}/s/b.clients", f"tcp://{address_of(clients['b'][port])}")
+    assert (path, port) == (f"ipc://{tmp_path}/s/b.zmq", f"tcp://{address_of(clients['b'][port])}")
     for doors in clients.values():
         for listener in doors.values():
             assert not listener.getblocking()

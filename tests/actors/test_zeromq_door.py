@@ -33,7 +33,7 @@ class Doors:
     ) -> None:
         self.sessions = sessions
         self._nursery = nursery
-        self.path = folder / "front.clients"
+        self.path = folder / "front.zmq"
         self._unix = stack.enter_context(socket.socket(socket.AF_UNIX))
         self._unix.bind(str(self.path))
         self._tcp = stack.enter_context(socket.socket())

@@ -87,7 +87,7 @@ class Launch:
         self.tag = f"ESTAFET_TEST_LAUNCH={uuid.uuid4().hex}"
         name, _, value = self.tag.partition("=")
         self._errors = base / f"{value}.stderr"
-        command = [sys.executable, "-m", "engine.launch", topology, "--run-dir", str(base / "run")]
+        command = [sys.executable, "-m", "engine.launch", topology, "--run-dir", str(base / "r")]
         for setting in ("gateway.front.port=0", *settings):
             command += ["--set", setting]
         self._ready, writing = os.pipe()

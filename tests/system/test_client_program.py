@@ -65,7 +65,7 @@ def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedPro
 
 
 def test_the_launch_tells_its_endpoints(launch: Launch, endpoints: dict[str, str]) -> None:
-    assert endpoints["ipc"] == f"ipc://{launch.run_dir}/s/front.clients"
+    assert endpoints["ipc"] == f"ipc://{launch.run_dir}/s/front.zmq"
     assert f"estafet: ZeroMQ clients at {endpoints['tcp']}\n" in launch.said
 
 

@@ -45,7 +45,7 @@ async def main() -> int:
 
 
 def kill_gateway(endpoint: str) -> int:
-    """SIGKILL to the gateway behind ipc://RUN_DIR/s/GATEWAY.clients; its process id."""
+    """SIGKILL to the gateway behind ipc://RUN_DIR/s/GATEWAY.zmq; its process id."""
     path = Path(endpoint.removeprefix("ipc://"))
     pid = lives(path.parents[1])[path.stem][-1].pid
     os.kill(pid, signal.SIGKILL)
