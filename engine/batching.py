@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.lifecycle import SEQUENCE, SequenceEvent, SequenceState, advance
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
     from engine.layout import PageTable
     from engine.messages import SequenceSpec
     from engine.shapes import PageRef
+
+
+MOST_PASSED = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,8 @@ class Sequence:
     """Its rows are in the step that is being computed: its pages may not be released now."""
     doomed: bool = False
     """To be dropped as soon as it does not run."""
+    passed: int = 0
+    """Steps in a row in which its client got no row while it was filling."""
 
     @property
     def key(self) -> SequenceKey:
@@ -165,17 +169,23 @@ def plan_step(sequences: Iterable[Sequence], lease: Lease, table: PageTable, lim
     decoding = [s for s in runnable if s.state is SequenceState.DECODE]
     for sequence in decoding[: limits.decode_slots]:
         compute(sequence, min(sequence.behind, budget))
-    for sequence, count in deal_rows([s for s in runnable if s.state is SequenceState.PREFILL], budget):
+    filling = [sequence for sequence in runnable if sequence.state is SequenceState.PREFILL]
+    dealt = deal_rows(filling, budget)
+    for sequence, count in dealt:
         compute(sequence, count)
+    served = {sequence.spec.client for sequence, _ in dealt}
+    for sequence in filling:
+        sequence.passed = 0 if sequence.spec.client in served else sequence.passed + 1
     return Plan(tuple(slices), missing)
 
 
 def deal_rows(filling: Iterable[Sequence], rows: int) -> list[tuple[Sequence, int]]:
-    """How many of a step's rows each prompt gets: the clients have equal shares, whatever they queue.
+    """How many of a step's rows each prompt gets: the client that lacks the fewest goes first.
 
-    What a client does not need goes to the others. Its own prompts follow each other by (priority,
-    arrival, key). In the answer the clients take turns, the first prompt of each before the second of
-    any, so that pages go round when they are few; who has the oldest prompt comes first.
+    So a flood of prompts, or a long one, does not delay a short one of somebody else by more than the
+    step that is running; a client that has been passed over for MOST_PASSED steps goes before that.
+    (Schrage, "A Proof of the Optimality of the Shortest Remaining Processing Time Discipline", 1968.)
+    A client's own prompts follow each other by (priority, arrival, key).
 
     `filling` come oldest first.
     """
@@ -183,19 +193,18 @@ def deal_rows(filling: Iterable[Sequence], rows: int) -> list[tuple[Sequence, in
     for sequence in filling:
         if sequence.behind:
             lines.setdefault(sequence.spec.client, []).append(sequence)
-    lacks = {client: sum(sequence.behind for sequence in line) for client, line in lines.items()}
-    dealt = dict.fromkeys(lines, 0)
-    while rows and lacks:
-        share = max(1, rows // len(lacks))
-        for client, lack in list(lacks.items()):
-            more = min(share, lack, rows)
-            dealt[client] += more
-            rows -= more
-            lacks[client] -= more
-            if not lacks[client]:
-                del lacks[client]
-    turns = zip_longest(*(_portions(line, dealt[client]) for client, line in lines.items()))
-    return [portion for turn in turns for portion in turn if portion is not None]
+
+    def urgency(line: list[Sequence]) -> tuple[int, int]:
+        passed = max(sequence.passed for sequence in line)
+        lacks = sum(sequence.behind for sequence in line)
+        return (-passed, 0) if passed >= MOST_PASSED else (0, lacks)
+
+    dealt = []
+    for line in sorted(lines.values(), key=urgency):
+        for portion in _portions(line, rows):
+            dealt.append(portion)
+            rows -= portion[1]
+    return dealt
 
 
 def _portions(line: list[Sequence], rows: int) -> Iterator[tuple[Sequence, int]]:

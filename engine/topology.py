@@ -84,7 +84,7 @@ class WorkerTable(_Table, frozen=True, kw_only=True):
     """Requests that may be in prefill here at once (roles prefill and both)."""
     decode_slots: Count = 36
     """Sequences that may decode here at once (roles decode and both)."""
-    step_tokens: Count = 256
+    step_tokens: Count = 64
     """Rows of one step at most: decode rows first, prefill chunks fill the rest."""
     lease_ahead: Count = 4
     """Pages leased ahead of their tokens while there is work."""
