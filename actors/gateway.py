@@ -128,6 +128,7 @@ class GatewayActor(Actor):
             max_tokens=generation.max_tokens,
             seed=generation.sampling.seed,
             **({"choices": generation.n} if generation.n > 1 else {}),
+            **({"resumable": True} if generation.resumable else {}),
             **({"client": generation.client} if generation.client else {}),
         )
         self._apply(effects)

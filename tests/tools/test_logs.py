@@ -120,6 +120,20 @@ def anything(record: Record) -> bool:
     return True
 
 
+ADOPTED = [
+    line(0, "front@1", "request_admitted", A, prompt_tokens=9, max_tokens=5, seed=1, resumable=True),
+    *begin(A)[1:],
+    line(0.5, "launcher", "process_exited", process="front@1", code=-9, said=""),
+    line(0.6, "launcher", "process_spawned", process="front@2"),
+    line(3.0, "front@2", "request_adopted", A, committed=2),
+    line(3.1, "front@2", "request_resumed", A),
+    *place(A, 3.2, "decode@1", term=4, owner="front@2"),
+    line(3.6, "front@2", "stream_resumed", A, after=2, seconds=3.2),
+    end(A, 4.0, owner="front@2"),
+]
+"""The gateway dies after two tokens, the next one goes on, long after whatever was late came."""
+
+
 # ── records ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -674,3 +688,33 @@ def test_the_logs_of_a_launch_tell_how_a_worker_died(
     assert [each.split()[2] for each in out.splitlines()] == ["state", "length", "length"]
     assert "taken back" in out
     assert err == ""
+
+
+def test_a_request_that_is_adopted_has_one_life(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [life] = list_lives(records(ADOPTED), anything)
+    assert (life.state, life.owner, life.completion_tokens) == ("length", "front@2", 5)
+    assert life.gaps == [(2, 3.2)]
+    events = [moment.record.event for moment in timeline(records(ADOPTED), Life(A))]
+    assert "request_adopted" in events
+    assert events[-1] == "request_ended"
+    assert run(write(tmp_path, ADOPTED), "--request", A) == 0
+    said = capsys.readouterr().out
+    assert "adopted" in said
+    assert "client came back" in said
+
+
+def test_a_request_that_nobody_adopts_goes_on_for_ever() -> None:
+    [life] = list_lives(records(ADOPTED[:9]), anything)
+    assert (life.state, life.stage) == (None, "orphaned")
+
+
+def test_a_request_of_two_choices_ends_with_the_second() -> None:
+    lines = [
+        line(0, "front@1", "request_admitted", A, prompt_tokens=9, max_tokens=5, seed=1, choices=2),
+        *begin(A)[1:],
+        line(0.5, "front@1", "first_token_committed", A, seconds=0.5, choice="1"),
+        end(A, 1.0, "stop", completion_tokens=3, choice="0"),
+        end(A, 2.0, completion_tokens=5, choice="1"),
+    ]
+    [life] = list_lives(records(lines), anything)
+    assert (life.state, life.completion_tokens, life.total_s, life.ttft_s) == ("length", 8, 2.0, 0.4)

@@ -3,6 +3,9 @@
 queued ──▶ prefill ──▶ hand-over ──▶ decoding ──▶ ended
   ▲           │            │            │
   └───────────┴────────────┴────────────┘  its worker died, or it was preempted: again, all of it
+
+A request that can be resumed outlives its gateway: the next incarnation adopts it, and it is queued again.
+One of several choices has ended when all of them have.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ class Life:
     gap_s: float = GAP_S
     began: float = 0.0
     owner: str = ""
-    """The incarnation of the gateway; with it the request dies."""
+    """The incarnation of the gateway; with it the request dies, unless it can be resumed."""
+    resumable: bool = False
+    choices: int = 1
     stage: str = "queued"
     state: str | None = None
     """How it ended: its finish reason, "lost" or "cut off"; None while it goes on."""
@@ -71,6 +76,8 @@ class Life:
     """When the present stage began."""
     _term: int | None = None
     _last_token: float | None = None
+    _ended: int = 0
+    """Choices that have."""
 
     def take(self, record: Record) -> Phase | None:
         """Learn from a line that names the request; the phase that the line ends, if any."""
@@ -82,6 +89,11 @@ class Life:
             case "request_admitted":
                 self.owner = record.who
                 self.prompt_tokens = record.whole("prompt_tokens")
+                self.resumable = record.fields.get("resumable") is True
+                self.choices = record.whole("choices") or 1
+            case "request_adopted":
+                self.owner = record.who
+                self._enter("queued", record.at)
             case "request_placed":
                 self.touched |= {str(fields.get(role)).partition("@")[0] for role in ("prefill", "decode")}
                 self._term = record.whole("term")
@@ -92,7 +104,7 @@ class Life:
                 return Phase("prefill", self._enter("hand-over", record.at))
             case "request_handed_over":
                 return Phase("hand-over", self._enter("decoding", record.at))
-            case "first_token_committed":
+            case "first_token_committed" if self.ttft_s is None:
                 self.ttft_s = record.seconds(otherwise=record.at - self.began)
                 self._last_token = record.at
                 self.tokens_seen = 1
@@ -111,16 +123,24 @@ class Life:
             case "sequence_lost" if fields.get("reason") != "fault":
                 self._give_back(record.at)
             case "request_ended":
+                self.completion_tokens = (self.completion_tokens or 0) + (
+                    record.whole("completion_tokens") or 0
+                )
+                self._ended += 1
+                if self._ended < self.choices:
+                    return None
                 self.state = str(fields.get("reason") or "error")
                 self.error = None if fields.get("error") is None else str(fields["error"])
-                self.completion_tokens = record.whole("completion_tokens")
                 self.ended = record.at
                 self.total_s = record.seconds(otherwise=record.at - self.began)
                 return Phase("total", self.total_s)
         return None
 
     def lose(self, at: float) -> None:
-        """Its gateway is gone, and its client's connection with it."""
+        """Its gateway is gone, and its client's connection with it: the end, if nobody can adopt it."""
+        if self.resumable:
+            self._enter("orphaned", at)
+            return
         self.state = "lost"
         self.ended = at
         self.total_s = at - self.began
