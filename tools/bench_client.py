@@ -39,8 +39,9 @@ class Client:
     a piece of text and its time, and the client takes as little as it can of the machine it measures.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, patience_s: float = REQUEST_S) -> None:
         split = urlsplit(url)
+        self._patience_s = patience_s
         self._host, self._port = split.hostname or "", split.port or 80
         self.model = ""
         self.options: dict[str, object] = {"temperature": 0}
@@ -56,11 +57,17 @@ class Client:
             raise BenchFailed(f"{path}: HTTP status {status}")
         return json.loads(body)
 
-    async def ask(self, prompt: str, output: int) -> Outcome:
-        """One streamed answer."""
+    async def ask(self, prompt: str | list[int], output: int) -> Outcome:
+        """One streamed answer to a question, or to the tokens of a prompt as they are."""
+        asked = (
+            {"messages": [{"role": "user", "content": prompt}]}
+            if isinstance(prompt, str)
+            else {"prompt": prompt}
+        )
+        path = "/v1/chat/completions" if isinstance(prompt, str) else "/v1/completions"
         chat = {
             "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
+            **asked,
             "max_tokens": output,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -70,8 +77,8 @@ class Client:
         lines: list[tuple[float, bytes]] = []
         outcome = Outcome(time.perf_counter())
         try:
-            with trio.fail_after(REQUEST_S):
-                request = self._head("POST", "/v1/chat/completions", len(body)) + body
+            with trio.fail_after(self._patience_s):
+                request = self._head("POST", path, len(body)) + body
                 stream = await trio.open_tcp_stream(self._host, self._port)
                 async with stream:
                     await stream.send_all(request)
@@ -82,7 +89,7 @@ class Client:
                         lines += [(now, line) for line in whole]
                     lines.append((time.perf_counter(), rest))
         except trio.TooSlowError:
-            outcome.error = f"no answer within {REQUEST_S:g} s"
+            outcome.error = f"no answer within {self._patience_s:g} s"
         except (OSError, trio.BrokenResourceError) as error:
             outcome.error = f"{type(error).__name__}: {error}"
         outcome.ended = time.perf_counter()
@@ -130,7 +137,7 @@ def read_stream(lines: Sequence[tuple[float, bytes]], outcome: Outcome) -> None:
         if event.get("usage"):
             outcome.prompt_tokens = event["usage"]["prompt_tokens"]
             outcome.output_tokens = event["usage"]["completion_tokens"]
-        if any(choice["delta"].get("content") for choice in event["choices"]):
+        if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in event["choices"]):
             outcome.pieces.append(at)
     if not done:
         outcome.error = "the stream broke off before its end"

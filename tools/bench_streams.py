@@ -26,7 +26,7 @@ from tqdm import tqdm
 from tools import observe
 from tools.bench_client import Client
 from tools.bench_load import BenchFailed
-from tools.bench_serve import get_ready, settled
+from tools.bench_serve import settled
 from tools.bench_system import add_system_arguments, count, milliseconds, run_with_system
 from tools.install import say
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tools.system import Running
 
 IDLE_S = 5.0
+PATIENCE_S = 3600.0
 WHAT = {
     "streams": "streams",
     "gateways": "gateways",
@@ -56,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `streams` can be told."""
     add_system_arguments(parser)
     parser.add_argument("--streams", type=count, default=1000, metavar="N", help="open at once (1000)")
-    parser.add_argument("--input", type=count, default=64, metavar="TOKENS", help="of a prompt (64)")
-    parser.add_argument("--output", type=count, default=8, metavar="TOKENS", help="of an answer (8)")
+    parser.add_argument("--input", type=count, default=8, metavar="TOKENS", help="of a prompt (8)")
+    parser.add_argument("--output", type=count, default=16, metavar="TOKENS", help="of an answer (16)")
     parser.set_defaults(run=run)
 
 
@@ -84,12 +85,15 @@ def markdown(report: dict[str, Any]) -> list[str]:
 
 async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
     """Open all, look, read all, look again."""
-    client = Client(system.url)
-    prompts = await get_ready(client)
-    clients = []
-    for url in system.urls:
-        clients.append(Client(url))
-        clients[-1].model, clients[-1].options = client.model, client.options
+    clients = [Client(url, PATIENCE_S) for url in system.urls]
+    client = clients[0]
+    model = (await client.get("/v1/models"))["data"][0]["id"]
+    for one_client in clients:
+        one_client.model = model
+        one_client.options = {**client.options, "ignore_eos": True}
+    warm = await client.ask(prompt_of(options, -1), 1)
+    if warm.error:
+        raise BenchFailed(warm.error)
     gateways = observe.gateways(Path(system.run_dir))
     await settled(client)
     idle = await idle_share(gateways)
@@ -99,8 +103,8 @@ async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
     with tqdm(total=options.streams, desc="streams", unit="answer", leave=False, disable=None) as bar:
         async with trio.open_nursery() as nursery:
             for number in range(options.streams):
-                prompt = prompts.make(options.input, random.Random(f"{options.seed} {number}"))
-                nursery.start_soon(one, outcomes, clients[number % len(clients)], prompt, options.output, bar)
+                asker = clients[number % len(clients)]
+                nursery.start_soon(one, outcomes, asker, prompt_of(options, number), options.output, bar)
             peak = before
             while len(outcomes) < options.streams:
                 await trio.sleep(1)
@@ -139,7 +143,13 @@ async def idle_share(gateways: dict[str, int]) -> float:
     return (cpu_s(gateways) - before) / (time.perf_counter() - began)
 
 
-async def one(outcomes: list[Outcome], client: Client, prompt: str, output: int, bar: Any) -> None:
+def prompt_of(options: argparse.Namespace, number: int) -> list[int]:
+    """Some tokens that every vocabulary has: what they say is of no interest here."""
+    draw = random.Random(f"{options.seed} {number}")
+    return [draw.randrange(3, 200) for _ in range(options.input)]
+
+
+async def one(outcomes: list[Outcome], client: Client, prompt: list[int], output: int, bar: Any) -> None:
     """One stream to its end."""
     outcomes.append(await client.ask(prompt, output))
     bar.update()
