@@ -373,7 +373,7 @@ class GatewayActor(Actor):
     def handle(self, source: Incarnation, message: Message, now: float) -> None:
         match message:
             case Place(key=key) | TermAccepted(key=key) | Preempt(key=key) | SequenceLost(key=key):
-                entry = next((entry for entry in self.core.entries if entry.key == key), None)
+                entry = self.core.entry(key)
                 before = entry and (entry.term, entry.state)
                 effects = self.core.handle(source, cast("ToGateway", message), now)
                 # What came too late changed nothing, and is no part of the request's story.

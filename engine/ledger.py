@@ -450,6 +450,10 @@ class Ledger:
         """Choices that have not ended."""
         return len(self._entries)
 
+    def entry(self, key: SequenceKey) -> Entry | None:
+        """An open choice, or None when it is not open."""
+        return self._entries.get(key)
+
     @property
     def entries(self) -> tuple[Entry, ...]:
         """The open choices."""
