@@ -224,7 +224,8 @@ async def supervise(launch: Launch, started: float, ready_fd: int | None, signal
                 os.write(ready_fd, line.encode())
             os.close(ready_fd)
         seconds = time.monotonic() - started
-        terminal.say(f"ready after {seconds:.1f} s at {facts['url']}/v1 (Ctrl-C to stop)")
+        doors = " and ".join(f"{url}/v1" for url in launch.urls().values())
+        terminal.say(f"ready after {seconds:.1f} s at {doors} (Ctrl-C to stop)")
 
     def announce(announcement: Announce) -> None:
         if announcement.what == "ready":

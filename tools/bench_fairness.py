@@ -75,6 +75,10 @@ async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
     """The quiet client alone, beside the flood, and under its name."""
     client = Client(system.url)
     prompts = await get_ready(client)
+    try:
+        prompts.make(options.input, random.Random(0))
+    except ValueError as error:
+        raise BenchFailed(f"--input: {error}") from error
     print("".join(f"{name:>{width}}" for name, width in COLUMNS), flush=True)
     runs: list[dict[str, Any]] = []
 

@@ -154,7 +154,7 @@ def _wait() -> bool:
 def show(options: argparse.Namespace, printer: Printer, wait: Callable[[], bool] = _wait) -> int:
     """Do what the command line says; the exit code. CannotRead when it cannot be done."""
     run_dir, logs = find_logs(options.rundir)
-    request = None if options.request is None else choose_request(logs, options.request)
+    request = None if options.request is None else choose_request(logs, options.request.partition(".")[0])
     folder = LogFolder(logs)
     code = 0
     try:

@@ -272,7 +272,7 @@ def _switch(headers: dict[bytes, bytes], name: str) -> bool:
     """Whether a header that is a switch is on; an ApiError when it says anything else than it may."""
     value = headers.get(name.lower().encode(), b"false").strip().lower()
     if value not in (b"true", b"1", b"false", b"0"):
-        raise ApiError(400, f"The header {name!r} can be true or false.", param=name)
+        raise ApiError(400, f"The header {name!r} can be true, 1, false or 0.", param=name)
     return value in (b"true", b"1")
 
 

@@ -100,9 +100,10 @@ class Client:
 class Reply:
     """The response to one request that generates.
 
-    Nothing is sent before the first event, so that a request which fails before its first token
-    gets a real status. Its choices succeed together: when one fails, the others are given up. When
-    the client is gone the events are still read to their End, or until somebody resumes them.
+    Nothing is sent before the first event, so that a request which fails before its first token gets a
+    real status; but a stream that can be resumed says its id at once. Its choices succeed together: when
+    one fails, the others are given up. When the client is gone the events are still read to their End,
+    or until somebody resumes them.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Reply:
             raise
         except Superseded:
             # By whoever resumed it, or it waits for somebody who does.
-            await self._fail(409, "The stream is read on another connection.")
+            await self._fail(409, "The stream is read on another connection.", "superseded")
         except Exception:
             log.exception("http_reply_failed", request_id=self._session.request_id)
             self._session.cancel("http_door")
@@ -166,7 +167,9 @@ class Reply:
         answer, place = self._answer, self._place
         head = b"" if self._goes_on else answer.head()
         if place is not None:
-            head = b"retry: %d\n\n" % RETRY_MS + head
+            # At once: whoever is cut off before the first token can come back, too.
+            await self._send_events(b"retry: %d\n%b\n" % (RETRY_MS, place.line()) + head)
+            head = b""
         told = frozenset(place.ended) if place is not None else frozenset()
         ends: list[End] = []
         async for event in events:
@@ -212,11 +215,11 @@ class Reply:
                 await self._fail(503, "The request was cancelled by the server.")
         return False
 
-    async def _fail(self, status: int, message: str) -> None:
+    async def _fail(self, status: int, message: str, code: str | None = None) -> None:
         if self._client.gone:
             return
         log.warning("http_reply_broken", request_id=self._session.request_id, reason=message)
         if self._streaming:
-            await self._send_events(b"data: %b\n\n" % _encode(server_error(message)), more=False)
+            await self._send_events(b"data: %b\n\n" % _encode(server_error(message, code)), more=False)
         else:
-            await self._client.send_json(status, server_error(message), self._headers)
+            await self._client.send_json(status, server_error(message, code), self._headers)

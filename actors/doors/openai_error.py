@@ -45,6 +45,6 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: Error
 
 
-def server_error(message: str) -> ErrorBody:
+def server_error(message: str, code: str | None = None) -> ErrorBody:
     """The body for a failure that is ours."""
-    return ErrorBody(Error(message, "server_error", None, None))
+    return ErrorBody(Error(message, "server_error", None, code))

@@ -68,6 +68,7 @@ _RESUMING = (
     f"Whether a stream can be resumed; its events have ids then, and the same request with the last of them "
     f"as `{HEADER}` goes on behind it"
 )
+_GOING_ON = "The last id that came: what follows it is answered, and the body is not looked at"
 _METHOD_ERROR = {405: "Another method is asked for; `Allow` names those that there are."}
 
 
@@ -182,6 +183,7 @@ def _generating(name: str, summary: str, body: type, whole: type, event: type) -
             "header",
             {"type": "string", "enum": ["true", "1", "false", "0"], "description": _RESUMING},
         ),
+        _parameter(HEADER, "header", {"type": "string", "description": _GOING_ON}),
     ]
     operation["responses"] |= _errors(_GENERATION_ERRORS)
     operation["responses"]["429"]["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}

@@ -39,7 +39,8 @@ def find_endpoint(environment: Mapping[str, str] = os.environ, base: Path | None
             f"by Client(…) or {VARIABLE}"
         )
     if len(found) > 1:
-        listed = "".join(f"\n  {_first(ready)}" for ready in found)
+        every = [endpoints[0] for ready in found for endpoints in ready.endpoints.values() if endpoints]
+        listed = "".join(f"\n  {endpoint}" for endpoint in every)
         raise NoEndpoint(f"{len(found)} launches are ready: name one, by Client(…) or {VARIABLE}:{listed}")
     return _first(found[0])
 

@@ -93,7 +93,7 @@ async def test_a_client_comes_back_behind_its_last_event() -> None:
         await session.gone.wait()
         assert session.left == ["client_disconnect"]
         assert not session.cancels
-        assert first[0] == {"retry": "500"}
+        assert first[0] == {"retry": "500", "id": f"{session.resume_id}/0-{tail_hash('')}"}
         last = first[-1]["id"]
         assert last == f"{session.resume_id}/2-{tail_hash('one two ')}"
 
@@ -104,6 +104,21 @@ async def test_a_client_comes_back_behind_its_last_event() -> None:
         said = [msgspec.json.decode(event["data"]) for event in (*first[1:], *rest[1:-1])]
         assert sum("role" in event["choices"][0]["delta"] for event in said) == 1
         assert len({event["id"] for event in said}) == len({event["created"] for event in said}) == 1
+
+
+async def test_who_is_cut_off_before_the_first_token_comes_back() -> None:
+    def begin(session: ScriptedSession) -> None:
+        """It says nothing, yet."""
+
+    def go_on(session: ScriptedSession) -> None:
+        session.say("all of it")
+        session.end()
+
+    async with served(ScriptedSessions()) as door:
+        session, first = await exchange(door, request(), begin, blocks=2)
+        await session.gone.wait()
+        _, rest = await exchange(door, at(first[0]["id"]), go_on)
+        assert texts(rest) == "all of it"
 
 
 async def test_an_end_is_told_once_a_choice() -> None:
@@ -146,7 +161,7 @@ async def test_whoever_is_superseded_is_told() -> None:
 
     async with served(ScriptedSessions()) as door:
         session, events = await exchange(door, request(), superseded)
-        assert "another connection" in msgspec.json.decode(events[-1]["data"])["error"]["message"]
+        assert msgspec.json.decode(events[-1]["data"])["error"]["code"] == "superseded"
         assert not session.cancels
 
 

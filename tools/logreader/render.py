@@ -40,6 +40,7 @@ TELLS: dict[str, tuple[str, str]] = {
     "request_cancelled": ("cancelled", "by {by}"),
     "cancel_received": ("told to drop it", "up to term {term}"),
     "http_client_disconnected": ("client disconnected", ""),
+    "http_reply_broken": ("answer broken off", "{reason}"),
     "request_left": ("client left", "by {by}, kept for {grace_s} s"),
     "request_resumed": ("client came back", ""),
     "request_adopted": ("adopted", "by the next gateway, with {committed} tokens"),
@@ -162,6 +163,8 @@ def list_line(life: Life, paint: Paint) -> str:
     notes = []
     if life.replacements:
         notes.append(f"taken back {_times(life.replacements)}")
+    if life.adoptions:
+        notes.append(f"adopted {_times(life.adoptions)}")
     if life.gaps:
         notes.append(f"longest gap {duration(max(seconds for _, seconds in life.gaps))}")
     if life.error:
@@ -241,6 +244,8 @@ def timeline_foot(life: Life, paint: Paint) -> str:
     ]
     if life.replacements:
         said.append(f"taken back {_times(life.replacements)}")
+    if life.adoptions:
+        said.append(f"adopted {_times(life.adoptions)}")
     if life.gaps:
         after, seconds = max(life.gaps, key=lambda gap: gap[1])
         said.append(f"longest gap {duration(seconds)} after {after} tokens")

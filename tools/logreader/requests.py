@@ -66,6 +66,8 @@ class Life:
     ttft_s: float | None = None
     total_s: float | None = None
     replacements: int = 0
+    adoptions: int = 0
+    """Gateways that died on it."""
     gaps: list[tuple[int, float]] = field(default_factory=list)
     """(tokens before it, seconds) of every pause."""
     touched: set[str] = field(default_factory=set)
@@ -93,6 +95,7 @@ class Life:
                 self.choices = record.whole("choices") or 1
             case "request_adopted":
                 self.owner = record.who
+                self.adoptions += 1
                 self._enter("queued", record.at)
             case "request_placed":
                 self.touched |= {str(fields.get(role)).partition("@")[0] for role in ("prefill", "decode")}
@@ -184,6 +187,7 @@ class Life:
             "ttft_s": _rounded(self.ttft_s),
             "total_s": _rounded(self.total_s),
             "replacements": self.replacements,
+            "adoptions": self.adoptions,
             "gaps": [{"after": after, "seconds": _rounded(seconds)} for after, seconds in self.gaps],
         }
 
