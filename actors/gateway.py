@@ -19,6 +19,7 @@ from actors.open_request import OpenRequest, Reader
 from actors.sessions import Draining, Generation, NotKept, QueueFull, Refused
 from actors.shell import Actor
 from engine.core import Send
+from engine.fairness import Fairness
 from engine.ids import owner_of, parse_request_name, request_name
 from engine.layout import TokenLogArena
 from engine.ledger import Closed, Committed, Ledger, LedgerFull
@@ -65,6 +66,7 @@ class GatewayActor(Actor):
         self._keys: dict[str, OpenRequest] = {}
         table = topology.gateway[self.me.name]
         self._grace = GracePeriod(table.resume_grace_s, table.resume_most)
+        self._reserved = Fairness(reserve=topology.scheduler.reserve).reserved(table.max_open)
         self._left = trio.Event()
         """Somebody waits in there who did not when it was last looked at."""
         self._logs_tokens = topology.launch.log_level == "debug"
@@ -93,6 +95,7 @@ class GatewayActor(Actor):
             raise Draining
         if generation.key in self._keys:
             raise Refused("a request with this key is kept already")
+        self._keep_reserve(generation)
         if generation.resumable and not generation.key:
             generation = msgspec.structs.replace(generation, key=secrets.token_hex(16))
         now = trio.current_time()
@@ -133,6 +136,16 @@ class GatewayActor(Actor):
         )
         self._apply(effects)
         return self._reader(request)
+
+    def _keep_reserve(self, generation: Generation) -> None:
+        """QueueFull where the last logs would go to a client that has some: they are for those without."""
+        if self.core.slots_free - generation.n >= self._reserved:
+            return
+        client = generation.client
+        for request in self._requests.values():
+            if request.generation.client == client and not request.delivered:
+                self.metrics.refused("queue_full")
+                raise QueueFull("the last places are kept for clients that have none")
 
     def find(self, key: str) -> str | None:
         """The resume id of the request that was opened under a client's own key, while it is kept."""

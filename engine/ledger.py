@@ -455,6 +455,11 @@ class Ledger:
         return self._entries.get(key)
 
     @property
+    def slots_free(self) -> int:
+        """Logs that could be opened now."""
+        return len(self._free_slots)
+
+    @property
     def entries(self) -> tuple[Entry, ...]:
         """The open choices."""
         return tuple(self._entries.values())

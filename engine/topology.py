@@ -65,7 +65,10 @@ class GatewayTable(_Table, frozen=True):
     zmq_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None = None
     """Where ZeroMQ clients may connect by TCP; 0 takes a free one. Without, they do in the run directory."""
     max_open: Count = 256
-    """Requests that may be open at once; one more is answered 429."""
+    """Choices that may be open at once; one more is answered 429.
+
+    The last ones, a share of `scheduler.reserve`, are for clients that have none.
+    """
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 1 << 20
     resume_grace_s: Seconds = 30.0
     """For so long a resumable request is kept when its client is gone."""

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`fairness`: the exit code."""
-    report = run_with_system(options, lambda system: bench(system, options), max_open=options.flood + 16)
+    report = run_with_system(options, lambda system: bench(system, options), max_open=2 * options.flood + 16)
     if isinstance(report, int):
         return report
     return 1 if any(figures["errors"] for figures in report["runs"]) else 0

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     if options.url:
         say("--url: the gateways' processes are measured from outside, so the system has to be started here")
         return 2
-    report = run_with_system(options, lambda system: bench(system, options), max_open=options.streams)
+    report = run_with_system(options, lambda system: bench(system, options), max_open=2 * options.streams)
     if isinstance(report, int):
         return report
     return 1 if report["errors"] else 0

@@ -85,6 +85,9 @@ async def serve_zeromq(
         # Before binding: what is bound later has the options of that moment.
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # Bytes at random are a peer of ZeroMQ 2 with a message to libzmq, which then never lets go of them.
+        # With a domain, and nobody who asks about it, it takes peers of ZeroMQ 3 and later only.
+        router.setsockopt(zmq.ZAP_DOMAIN, b"estafet")
         router.setsockopt(zmq.MAXMSGSIZE, FAR_TOO_LARGE * (max_body_bytes + ENVELOPE_BYTES))
         router.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         router.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)

@@ -317,7 +317,7 @@ async def test_keys_find_requests_and_cancelled_ones_are_gone(
 async def test_choices_are_admitted_together_or_not_at_all(
     start_system: StartSystem, autojump_clock: MockClock
 ) -> None:
-    system = await start_system("local", settings=["gateway.front.max_open=5"])
+    system = await start_system("local", settings=["gateway.front.max_open=5", "scheduler.reserve=0"])
     gateway = front(system)
     with trio.fail_after(600):
         first = Client(system, asked(system, n=3))
@@ -326,6 +326,29 @@ async def test_choices_are_admitted_together_or_not_at_all(
         gateway.open(asked(system, n=2)).cancel("test")
         await first.read_all()
         first.check()
+        await system.settle()
+
+
+async def test_the_last_places_are_for_clients_that_have_none(
+    start_system: StartSystem, autojump_clock: MockClock
+) -> None:
+    system = await start_system("local", settings=["gateway.front.max_open=8"])
+    gateway = front(system)
+    with trio.fail_after(600):
+        flood = [Client(system, asked(system, max_tokens=100, client="user:flood")) for _ in range(7)]
+        for client in flood:
+            client.session.leave("test")
+        with pytest.raises(QueueFull):
+            gateway.open(asked(system, client="user:flood"))
+        quiet = Client(system, asked(system, client="user:quiet"))
+        with pytest.raises(QueueFull):
+            gateway.open(asked(system, client="user:third"))
+        await quiet.read_all()
+        quiet.check()
+        for client in flood:
+            client.resume()
+            client.session.cancel("test")
+        await trio.sleep(GRACE_S + 1)
         await system.settle()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import socket
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -32,7 +35,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     """A model of noise, so that the gateway is what limits."""
     folder = tmp_path_factory.mktemp("bytes")
     write_byte_model(folder)
-    settings = [f"model.path={folder}", f"gateway.front.max_open={STREAMS}"]
+    settings = [f"model.path={folder}", f"gateway.front.max_open={2 * STREAMS}"]
     settings += ["worker.prefill.backend=reference", "worker.decode.backend=reference"]
     with Launch(tmp_path_factory.mktemp("many"), "local", *settings) as launch:
         yield launch.wait_ready()
@@ -139,3 +142,16 @@ def _changes(number: int) -> dict[str, Any]:
         "messages": [{"role": "user", "content": "x" * (number % 50)}],
         "max_tokens": TOKENS + number % 7,
     }
+
+
+def test_bytes_at_random_hold_no_descriptor_of_the_zeromq_door(launch: Launch) -> None:
+    """To libzmq they could be a peer of an old ZeroMQ; and it aborts when descriptors run out."""
+    pid = launch.life("front").pid
+    before = usage_of(pid).descriptors
+    garbage = random.Random(1).randbytes(5000)
+    for _ in range(200):
+        with socket.socket(socket.AF_UNIX) as raw, contextlib.suppress(OSError):
+            raw.settimeout(1)
+            raw.connect(str(launch.run_dir / "s" / "front.zmq"))
+            raw.sendall(garbage)
+    wait_until(lambda: usage_of(pid).descriptors <= before + 20, 10, "their descriptors are closed")
