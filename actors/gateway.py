@@ -248,7 +248,7 @@ class GatewayActor(Actor):
         if not request.generation.resumable:
             self.cancel(request, by)
         elif request.number in self._requests and not request.delivered:
-            request.reader = None
+            request.forget_reader()
             request.wake()
             log.info("request_left", request_id=request.name, by=by, grace_s=self._grace.seconds)
             self._wait_for_reader(request)
@@ -266,7 +266,7 @@ class GatewayActor(Actor):
         self._left.set()
 
     def _expire(self, request: OpenRequest, by: str) -> None:
-        request.reader = None
+        request.forget_reader()
         self.cancel(request, by)
 
     def _over(self, request: OpenRequest) -> None:

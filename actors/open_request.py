@@ -61,6 +61,12 @@ class OpenRequest:
         self._news = trio.Event()
         await self._news.wait()
 
+    def forget_reader(self) -> None:
+        """Whoever reads it does so no more."""
+        if self.reader is not None:
+            self.reader.superseded.set()
+            self.reader = None
+
     def read_by(self, reader: Reader, positions: Sequence[Position] | None = None) -> None:
         """From now on this one reads, from these positions on; Diverged when there is no going on."""
         if positions is not None and len(positions) != len(self.choices):
@@ -69,6 +75,7 @@ class OpenRequest:
         rewinds = [choice.rewind(place) for choice, place in zip(self.choices, places, strict=True)]
         for take in rewinds:
             take()
+        self.forget_reader()
         self.reader = reader
         self.delivered = False
         self.expires = float("inf")
@@ -80,6 +87,8 @@ class Reader:
 
     def __init__(self, gateway: GatewayActor, request: OpenRequest) -> None:
         self.request = request
+        self.superseded = trio.Event()
+        """Somebody else reads from now on, or may."""
         self._gateway = gateway
         self._ends = 0
 

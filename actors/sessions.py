@@ -20,6 +20,8 @@ from engine.sampling import SamplingParams, TokenLogprobs
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    import trio
+
     from engine.model import ModelConfig
     from engine.text import TextCodec
     from engine.transcript import Position
@@ -137,6 +139,11 @@ class Session(Protocol):
     @property
     def resume_id(self) -> str:
         """What it takes to resume it: the request's id and a secret, so that nobody can guess it."""
+        ...
+
+    @property
+    def superseded(self) -> trio.Event:
+        """Set when `events` would raise Superseded: for a door that is not asking for the next one."""
         ...
 
     def events(self) -> AsyncIterator[Delta | End]:

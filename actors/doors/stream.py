@@ -113,13 +113,27 @@ class Stream:
                 await events.aclose()
             self.leave("connection_closed")
 
+    async def _wait_news(self, session: Session) -> None:
+        """For credit or a cancel; Superseded when somebody resumes the request meanwhile."""
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                await session.superseded.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            await self._news.wait()
+            nursery.cancel_scope.cancel()
+        if session.superseded.is_set():
+            raise gateway.Superseded
+
     async def _say_delta(
         self, delta: gateway.Delta, session: Session, say: Callable[[ToClient], Awaitable[None]]
     ) -> None:
         """Say it when there is credit; not at all when nobody wants more."""
         while not self._cancelled and self._granted is not None and self.sent >= self._granted:
             self._news = trio.Event()
-            await self._news.wait()
+            await self._wait_news(session)
         if self._cancelled:
             return
         self.sent += 1

@@ -89,6 +89,7 @@ class ScriptedSession:
         self.cancels: list[str] = []
         self.cancelled = trio.Event()
         self.left: list[str] = []
+        self.superseded = trio.Event()
         self.gone = trio.Event()
         self.taken = 0
         """How many events the door has taken."""

@@ -164,7 +164,10 @@ async def test_whoever_resumes_takes_the_stream_over(
         client = Client(system, asked(system))
         await client.read(3)
         old = client.session
+        assert not old.superseded.is_set()
         client.resume()
+        assert old.superseded.is_set()
+        assert not client.session.superseded.is_set()
         with pytest.raises(Superseded):
             await anext(old.events())
         old.leave("test")

@@ -525,6 +525,20 @@ async def test_cancelling_needs_no_credit() -> None:
         assert wire.got[-1] == End("s", "cancelled", 3, 7, done=True, number=1)
 
 
+async def test_being_superseded_needs_no_credit() -> None:
+    async with connected() as wire:
+        session = await wire.opened(window=1)
+        session.say(*"abc")
+        await idle(wire)
+        session.superseded.set()
+        await idle(wire)
+        assert wire.texts() == ["a"]
+        assert isinstance(wire.got[-1], Failed)
+        assert wire.got[-1].error.code == "superseded"
+        assert not session.cancels
+        assert wire.peer.statistics()["streams"] == 0
+
+
 async def test_one_stream_without_credit_holds_up_no_other() -> None:
     async with connected() as wire:
         held, free = await wire.opened("held", window=1), await wire.opened("free")
