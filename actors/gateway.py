@@ -135,7 +135,8 @@ class GatewayActor(Actor):
             **({"client": generation.client} if generation.client else {}),
         )
         self._apply(effects)
-        return self._reader(request)
+        request.reader = Reader(self, request)
+        return request.reader
 
     def _keep_reserve(self, generation: Generation) -> None:
         """QueueFull where the last logs would go to a client that has some: they are for those without."""
@@ -161,15 +162,11 @@ class GatewayActor(Actor):
             and secrets.compare_digest(request.resume_id.encode(), resume_id.encode())
         ):
             raise NotKept(self._why_not_kept(number))
-        reader = self._reader(request, positions)
+        reader = Reader(self, request)
+        request.read_by(reader, positions)
         self._grace.discard(request)
         self.metrics.resumed()
         log.info("request_resumed", request_id=request.name)
-        return reader
-
-    def _reader(self, request: OpenRequest, positions: Sequence[Position] | None = None) -> Reader:
-        reader = Reader(self, request)
-        request.read_by(reader, positions)
         return reader
 
     def _why_not_kept(self, number: int | None) -> str:
@@ -249,7 +246,6 @@ class GatewayActor(Actor):
             self.cancel(request, by)
         elif request.number in self._requests and not request.delivered:
             request.forget_reader()
-            request.wake()
             log.info("request_left", request_id=request.name, by=by, grace_s=self._grace.seconds)
             self._wait_for_reader(request)
 

@@ -53,7 +53,7 @@ class OpenRequest:
         return all(choice.end is not None for choice in self.choices)
 
     def wake(self) -> None:
-        """There is something to read, or somebody else reads it."""
+        """There is something to read."""
         self._news.set()
 
     async def wait_news(self) -> None:
@@ -62,12 +62,13 @@ class OpenRequest:
         await self._news.wait()
 
     def forget_reader(self) -> None:
-        """Whoever reads it does so no more."""
+        """Whoever reads it does so no more, and is told."""
         if self.reader is not None:
             self.reader.superseded.set()
             self.reader = None
+            self._news.set()
 
-    def read_by(self, reader: Reader, positions: Sequence[Position] | None = None) -> None:
+    def read_by(self, reader: Reader, positions: Sequence[Position] | None) -> None:
         """From now on this one reads, from these positions on; Diverged when there is no going on."""
         if positions is not None and len(positions) != len(self.choices):
             raise Diverged(f"{len(positions)} positions for {len(self.choices)} choices")
@@ -79,7 +80,6 @@ class OpenRequest:
         self.reader = reader
         self.delivered = False
         self.expires = float("inf")
-        self.wake()
 
 
 class Reader:

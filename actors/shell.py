@@ -94,7 +94,7 @@ class Actor(ABC):
         self.post.connect(LAUNCHER, self.boot.launcher_endpoint)
         hello = Hello(self.boot.kind, self.boot.ordinal, os.getpid(), self.post.inbox.endpoint)
         self.post.post([Send(LAUNCHER, hello)])
-        log.info("actor_started", pid=os.getpid(), kind=self.boot.kind)
+        log.info("actor_started", pid=os.getpid())
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._beat)

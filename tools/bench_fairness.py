@@ -21,8 +21,8 @@ import trio
 from tqdm import tqdm
 
 from tools.bench_client import Client
-from tools.bench_load import BenchFailed
-from tools.bench_serve import get_ready, settled
+from tools.bench_load import Arrival, BenchFailed
+from tools.bench_serve import get_ready, planned, settled
 from tools.bench_system import add_system_arguments, count, milliseconds, run_with_system
 from tools.install import say
 
@@ -75,10 +75,8 @@ async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
     """The quiet client alone, beside the flood, and under its name."""
     client = Client(system.url)
     prompts = await get_ready(client)
-    try:
-        prompts.make(options.input, random.Random(0))
-    except ValueError as error:
-        raise BenchFailed(f"--input: {error}") from error
+    arrivals = [Arrival(0.0, options.input, options.output)] * options.flood
+    requests = planned(prompts, arrivals, f"{options.seed} flood")
     print("".join(f"{name:>{width}}" for name, width in COLUMNS), flush=True)
     runs: list[dict[str, Any]] = []
 
@@ -92,9 +90,8 @@ async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
     outcomes: list[Outcome] = []
     async with trio.open_nursery() as nursery:
         flood = named(system.url, client, FLOOD, priority=options.priority)
-        for number in range(options.flood):
-            prompt = prompts.make(options.input, random.Random(f"{options.seed} flood {number}"))
-            nursery.start_soon(ask_into, outcomes, flood, prompt, options.output)
+        for request in requests:
+            nursery.start_soon(ask_into, outcomes, flood, request.prompt, request.output)
         await waiting(client, options.flood // 2)
         await asks("quiet, beside the flood", QUIET, options.asks)
         lasted = len(outcomes) < options.flood

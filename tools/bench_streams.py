@@ -85,7 +85,7 @@ def markdown(report: dict[str, Any]) -> list[str]:
 
 async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
     """Open all, look, read all, look again."""
-    clients = [Client(url, PATIENCE_S) for url in system.urls]
+    clients = [Client(url, PATIENCE_S) for url in system.urls.values()]
     client = clients[0]
     model = (await client.get("/v1/models"))["data"][0]["id"]
     for one_client in clients:
@@ -94,7 +94,8 @@ async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
     warm = await client.ask(prompt_of(options, -1), 1)
     if warm.error:
         raise BenchFailed(warm.error)
-    gateways = observe.gateways(Path(system.run_dir))
+    lives = observe.lives(Path(system.run_dir))
+    gateways = {name: lives[name][-1].pid for name in system.urls}
     await settled(client)
     idle = await idle_share(gateways)
     before, busy, began = memory(gateways), cpu_s(gateways), time.perf_counter()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
+from actors.rundir import is_alive
 from tools.install import say
 from tools.logreader.choice import (
     CannotRead,
@@ -20,7 +21,6 @@ from tools.logreader.choice import (
     check_actors,
     choose_request,
     find_logs,
-    is_alive,
     parse_since,
 )
 from tools.logreader.records import LogFolder, Record

@@ -103,16 +103,6 @@ def lives(run_dir: Path) -> dict[str, list[Life]]:
     return found
 
 
-def gateways(run_dir: Path) -> dict[str, int]:
-    """The processes of all gateways, by name; empty before they have started."""
-    return {
-        path.stem: line["pid"]
-        for path in sorted((run_dir / "logs").glob("*.jsonl"))
-        for line in log_lines(path)
-        if line["event"] == "actor_started" and line.get("kind") == "gateway"
-    }
-
-
 def statistics(url: str, timeout_s: float = 5.0) -> Figures:
     """GET /statistics; OSError or http.client.HTTPException when the door does not answer."""
     split = urlsplit(url)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from tools.install import ROOT, say
 from tools.terminal import Relay, Screen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
 STOP_S = 20.0
@@ -46,8 +46,8 @@ class Running:
     run_dir: str
     pid: int
     """The launcher's."""
-    urls: tuple[str, ...] = ()
-    """Of all gateways."""
+    urls: Mapping[str, str] = field(default_factory=dict)
+    """Of all gateways, by their names."""
 
 
 def launch_command(topology: str, arguments: Sequence[str], **of_gateways: int) -> list[str]:
@@ -100,8 +100,7 @@ def running_system(command: Sequence[str], screen: Screen | None = None) -> Iter
                     f"the system could not be started (exit code {code})", code if code == 2 else 3
                 )
             facts = json.loads(line)
-            urls = tuple(facts.get("urls", {}).values())
-            yield Running(facts["url"], facts["run_dir"], launcher.pid, urls)
+            yield Running(facts["url"], facts["run_dir"], launcher.pid, facts.get("urls", {}))
         except BaseException as error:
             if screen is not None and isinstance(error, KeyboardInterrupt):
                 screen.interrupted()  # before the launcher says that it stops

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from actors import sessions as gateway
 from actors.doors.openai_error import ApiError
-from engine.stream_protocol import Delta, End, ScoredToken, StreamError
+from engine.stream_protocol import Delta, End, ScoredToken, StreamError, StreamName
 
 
 class _Switches(msgspec.Struct):
@@ -16,6 +16,24 @@ class _Switches(msgspec.Struct):
 
     stream: Any = None
     echo: Any = None
+
+
+class _Beginning(msgspec.Struct):
+    """As much of a message as says which stream it would have begun."""
+
+    type: Literal["create", "resume"]
+    stream: StreamName
+
+
+_decode_beginning = msgspec.json.Decoder(_Beginning).decode
+
+
+def begun_by(message: bytes) -> str | None:
+    """The stream that a message wanted to begin, whatever is wrong with the rest of it; None of none."""
+    try:
+        return _decode_beginning(message).stream
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def as_stream_error(error: ApiError) -> StreamError:

@@ -26,7 +26,7 @@ import trio
 
 from actors.doors.openai_error import ApiError
 from actors.doors.stream import BROKEN, Stream
-from actors.doors.stream_messages import as_refused, as_stream_error, check_switches, ours, too_many
+from actors.doors.stream_messages import as_refused, as_stream_error, begun_by, check_switches, ours, too_many
 from actors.doors.stream_outbox import MAX_ANSWERS, Outbox
 from actors.sessions import Refused
 from engine.stream_protocol import (
@@ -40,7 +40,6 @@ from engine.stream_protocol import (
     Pong,
     Resume,
     StreamError,
-    StreamName,
     decode_to_gateway,
 )
 
@@ -55,13 +54,6 @@ log = structlog.get_logger()
 
 MAX_STREAMS = 256
 MAX_WAITING_BYTES = 16 * 2**20
-
-
-class _Named(msgspec.Struct):
-    """As much of a message as says which stream it would have begun."""
-
-    type: str
-    stream: StreamName
 
 
 class StreamPeer:
@@ -178,14 +170,9 @@ class StreamPeer:
 
     def _misunderstood(self, message: bytes, error: Exception) -> None:
         """A message that is none; a stream that it wanted to begin is told so by its name."""
-        name = None
-        try:
-            named = _decode_named(message)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass
-        else:
-            if named.type in ("create", "resume") and not self._in_use(named.stream):
-                name = named.stream
+        name = begun_by(message)
+        if name is not None and self._in_use(name):
+            name = None
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         none = StreamError(f"Not a message: {reason}", code="invalid_message")
         self._answer(Failed(none, name), ending=name)
@@ -369,6 +356,3 @@ class StreamPeer:
 
 def _resumable(generation: Generation, create: Create) -> Generation:
     return msgspec.structs.replace(generation, resumable=True, key=create.key or "")
-
-
-_decode_named = msgspec.json.Decoder(_Named).decode

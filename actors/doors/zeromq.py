@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import errno
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -27,8 +27,9 @@ import trio
 import zmq
 
 from actors.doors.intake import Intake
+from actors.doors.stream_messages import begun_by
 from actors.doors.streams import StreamPeer
-from engine.stream_protocol import Failed, StreamError, StreamName, encode
+from engine.stream_protocol import Failed, StreamError, encode
 from transport.zmq_socket import ZmqSocket
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class ZeroMQDoor:
                 self.refused += 1
                 said = f"{self._limits.peers} clients are connected; try again later."
                 error = StreamError(said, 429, "too_many_clients", retry_after_s=RETRY_AFTER_S)
-                self._refuse(name, error, _stream_of(rest))
+                self._refuse(name, error, begun_by(rest[0]) if rest else None)
                 return
             peer = self._peers[name] = _Peer(trio.current_time())
             send = partial(self._send, name)
@@ -205,7 +206,7 @@ class ZeroMQDoor:
             peer.streams.receive(rest[0])
         elif len(rest) == 1:
             said = f"The message is larger than {self._most_bytes} bytes."
-            self._refuse(name, StreamError(said, 413, "request_too_large"), _stream_of(rest))
+            self._refuse(name, StreamError(said, 413, "request_too_large"), begun_by(rest[0]))
         else:
             said = f"Not a message: {len(rest)} frames instead of one."
             self._refuse(name, StreamError(said, code="invalid_message"))
@@ -244,20 +245,3 @@ class ZeroMQDoor:
             if streams := peer.streams.statistics()["streams"]:
                 log.info("zeromq_client_lost", by=by, streams=streams)
             peer.streams.close(by)
-
-
-class _Beginning(msgspec.Struct):
-    """As much of a message as says which stream it would have begun."""
-
-    type: Literal["create", "resume"]
-    stream: StreamName
-
-
-def _stream_of(frames: list[bytes]) -> str | None:
-    try:
-        return _decode_beginning(frames[0]).stream if frames else None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-_decode_beginning = msgspec.json.Decoder(_Beginning).decode

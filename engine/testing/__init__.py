@@ -11,7 +11,8 @@ can be made to drop, delay, duplicate and reorder, and any actor can be killed a
         assert await system.complete("hello", max_tokens=5) == await system.expected("hello", max_tokens=5)
 """
 
+from engine.testing.kills import KillAt
 from engine.testing.models import write_byte_model
 from engine.testing.system import System
 
-__all__ = ["System", "write_byte_model"]
+__all__ = ["KillAt", "System", "write_byte_model"]

@@ -20,6 +20,7 @@ from actors.sessions import (
     Superseded,
 )
 from engine.sampling import GREEDY, SamplingParams
+from engine.testing import KillAt
 from engine.testing.models import generate
 from engine.transcript import Position, tail_hash
 
@@ -383,24 +384,6 @@ async def test_the_largest_record_fits(start_system: StartSystem, autojump_clock
         await system.settle()
 
 
-class KillAt:
-    """Kills the gateway when the k-th message after `arm` is sent."""
-
-    def __init__(self, k: int) -> None:
-        self.k = k
-        self.seen: int | None = None
-        self.system: System | None = None
-        self.killed = False
-
-    def __call__(self, number: int, source: str, destination: str) -> None:
-        if self.seen is None or self.system is None:
-            return
-        if self.seen == self.k and not self.killed:
-            self.killed = True
-            self.system.kill_actor("front")
-        self.seen += 1
-
-
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_gateway_killed_at_any_message_breaks_no_stream(
     n: int, start_system: StartSystem, autojump_clock: MockClock
@@ -409,10 +392,10 @@ async def test_a_gateway_killed_at_any_message_breaks_no_stream(
     k = resumed = 0
     over_before_the_kill = False
     while not over_before_the_kill:
-        kill = KillAt(k)
+        kill = KillAt("front", k)
         system = await start_system("local", on_message=kill, settings=["gateway.front.resume_grace_s=4"])
         with trio.fail_after(600):
-            kill.seen, kill.system = 0, system
+            kill.arm(system)
             client = Client(system, asked(system, "relay", 4, n=n))
             await client.read_all()
             over_before_the_kill = not kill.killed

@@ -10,6 +10,7 @@ import trio
 
 from actors.sessions import Delta, DeltaToken, Generation
 from engine.sampling import GREEDY, SamplingParams
+from engine.testing import KillAt
 from engine.testing.models import generate
 from transport.faulty import EdgePlan
 
@@ -233,28 +234,6 @@ async def test_what_stops_and_what_does_not(
         text, _ = await system.complete(PROMPT, max_tokens=30, stop=(whole[:2],), min_tokens=30)
         assert text == whole
         await system.settle()
-
-
-class KillAt:
-    """Kills an actor when the k-th message after `arm` is sent."""
-
-    def __init__(self, victim: str, k: int) -> None:
-        self.victim = victim
-        self.k = k
-        self.seen: int | None = None
-        self.system: System | None = None
-        self.killed = False
-
-    def arm(self, system: System) -> None:
-        self.system, self.seen = system, 0
-
-    def __call__(self, number: int, source: str, destination: str) -> None:
-        if self.seen is None or self.system is None:
-            return
-        if self.seen == self.k and not self.killed:
-            self.killed = True
-            self.system.kill_actor(self.victim)
-        self.seen += 1
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "allocator", "replicator", "health", "prefill", "decode"])

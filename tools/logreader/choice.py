@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -44,21 +42,6 @@ def find_logs(given: Path | None) -> tuple[Path, Path]:
 def _age(run_dir: Path) -> float:
     lock = run_dir / LOCK
     return (lock if lock.exists() else run_dir).stat().st_mtime
-
-
-def is_alive(run_dir: Path) -> bool:
-    """Whether a launch still holds its run directory."""
-    try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def parse_since(text: str, now: float) -> float:
