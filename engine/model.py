@@ -47,6 +47,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eos_tokens: tuple[int, ...]
     weights_id: str
     """Content hash of the source's weights: part of `numerics_id` and of every cache key."""
+    stored: str = "F32"
+    """The type that most numbers of the source's matrices have, as GGUF files and safetensors call it."""
 
     def page_shape(self, tokens: int, dtype: KVDtype) -> PageShape:
         """The page of this model for the given number of tokens and KV dtype."""

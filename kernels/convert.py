@@ -74,7 +74,7 @@ def check_numbers(plans: list[TensorPlan], advance: Callable[[int], object]) -> 
         content = hashlib.blake2b()
         step = CHECK_BYTES // block_bytes * block_bytes
         for start in range(0, tensor.size, step):
-            data = _read(tensor, start, min(step, tensor.size - start))
+            data = tensor.read(start, min(step, tensor.size - start))
             content.update(data.data)
             blocks = data.reshape(-1, block_bytes)
             for offset in offsets:
@@ -88,7 +88,7 @@ def check_numbers(plans: list[TensorPlan], advance: Callable[[int], object]) -> 
         return hashlib.blake2b(label + content.digest()).digest()
 
     total = hashlib.blake2b(digest_size=16)
-    with _pool() as pool:
+    with worker_pool() as pool:
         for plan, part in zip(plans, pool.map(digest, plans), strict=True):
             total.update(part)
             advance(plan.source.elements)
@@ -98,7 +98,7 @@ def check_numbers(plans: list[TensorPlan], advance: Callable[[int], object]) -> 
 def same_numbers(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors of one shape and type are equal to the bit. Needs a few MiB of memory."""
     return one.size == other.size and all(
-        np.array_equal(_read(one, start, size), _read(other, start, size))
+        np.array_equal(one.read(start, size), other.read(start, size))
         for start in range(0, one.size, CHUNK_ELEMENTS)
         if (size := min(CHUNK_ELEMENTS, one.size - start))
     )
@@ -123,14 +123,14 @@ def write_safetensors(plans: list[TensorPlan], path: Path, advance: Callable[[in
         }
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 64)  # so that a mapped file gives aligned rows
-    with path.open("wb") as out, _pool() as pool:
+    with path.open("wb") as out, worker_pool() as pool:
         out.write(struct.pack("<Q", len(text)) + text)
         out.flush()
         base, number = out.tell(), out.fileno()
 
         def convert(plan: TensorPlan, rows: slice, position: int) -> int:
             numbers = _rows(plan, rows)
-            _write_at(number, numbers.data.cast("B"), base + position)
+            write_at(number, numbers.data.cast("B"), base + position)
             return numbers.size
 
         pending: deque[Future[int]] = deque()
@@ -154,7 +154,7 @@ def _rows(plan: TensorPlan, rows: slice) -> Array:
     """The given rows of the tensor as contiguous float32 [rows][width], Q and K in Hugging Face's order."""
     tensor = plan.source
     row_bytes = tensor.size // math.prod(tensor.shape[:-1])
-    data = _read(tensor, rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
+    data = tensor.read(rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
     data = data.reshape(-1, row_bytes)
     if plan.heads:
         # llama.cpp interleaves the two halves of each head for its RoPE. The rows move as bytes,
@@ -166,25 +166,15 @@ def _rows(plan: TensorPlan, rows: slice) -> Array:
     return np.ascontiguousarray(gguf.dequantize(data, GGMLQuantizationType[tensor.type]), dtype="<f4")
 
 
-def _read(tensor: TensorInfo, start: int, size: int) -> Array:
-    """Bytes of the tensor. Read, not mapped: a file cut short meanwhile is an error then, not a SIGBUS."""
-    with tensor.path.open("rb") as file:
-        data = np.fromfile(file, np.uint8, size, offset=tensor.offset + start)
-    if data.size != size:
-        raise ModelError(
-            f"{tensor.path}: truncated while it was read, in tensor {tensor.name}; fetch the file again"
-        )
-    return data
-
-
-def _write_at(number: int, data: memoryview, position: int) -> None:
+def write_at(number: int, data: memoryview, position: int) -> None:
+    """Write all of `data` at `position` of the file with that descriptor; OSError when the disk is full."""
     while data:
         written = os.pwrite(number, data, position)
         data, position = data[written:], position + written
 
 
 @contextlib.contextmanager
-def _pool() -> Iterator[ThreadPoolExecutor]:
+def worker_pool() -> Iterator[ThreadPoolExecutor]:
     """Threads (numpy and blake2b release the interpreter lock on chunks of this size).
 
     A failure or an interrupt drops the work that has not begun.

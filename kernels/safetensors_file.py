@@ -18,7 +18,7 @@ import msgspec
 
 from engine.errors import ModelError
 from kernels.facts import shown
-from kernels.source import TensorInfo
+from kernels.source import E4M3, TensorInfo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 MAX_DIMENSIONS = 8
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, E4M3: 1}
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 

@@ -6,12 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from engine.errors import ModelError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
     from engine.model import ModelConfig
+
+E4M3 = "F8_E4M3"
+"""What safetensors call e4m3fn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,22 @@ class TensorInfo:
         """Numbers in the tensor."""
         return math.prod(self.shape)
 
+    def read(self, start: int, size: int) -> NDArray[np.uint8]:
+        """Some of its bytes; ModelError when they cannot be read.
+
+        Read, not mapped: a file cut short meanwhile is an error then, not a SIGBUS.
+        """
+        try:
+            with self.path.open("rb") as file:
+                data = np.fromfile(file, np.uint8, size, offset=self.offset + start)
+        except OSError as error:
+            raise ModelError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        if data.size != size:
+            raise ModelError(
+                f"{self.path}: truncated while it was read, in tensor {self.name}; fetch the file again"
+            )
+        return data
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
@@ -44,6 +68,8 @@ class TensorPlan:
     """In Hugging Face's Llama checkpoints."""
     heads: int = 0
     """When positive: the rows are those of Q or K in llama.cpp's order for so many heads."""
+    scales: TensorInfo | None = None
+    """Of a matrix of e4m3fn codes: the scales of its blocks, F32 or BF16."""
 
 
 @dataclass(frozen=True, slots=True)

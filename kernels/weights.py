@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.errors import ModelError
 from engine.model import WEIGHTS
+from kernels.formats import BLOCK, WeightFormat
+from kernels.quantize import E4M3_MAX, decode_bf16, dequantize, has_nan_codes
+from kernels.source import E4M3
 from kernels.weight_files import REMEDY, read_weight_files
 
 if TYPE_CHECKING:
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.model import ModelConfig
+    from kernels.formats import WeightKind
     from kernels.source import TensorInfo
 
     Weight = NDArray[np.float32]
@@ -24,6 +29,10 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+SCALES_SUFFIX = "_scale_inv"
+"""What the tensor of a matrix's scales is called after the matrix."""
+STORED_KINDS: dict[str, WeightKind] = {"F32": "fp32", "F16": "fp32", "BF16": "bf16", E4M3: "fp8"}
+"""The kind that keeps the numbers of a type as they are."""
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -54,21 +63,132 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class Weights:
-    """Every tensor of a Llama model by name, as read-only float32 views of the mapped files.
+def head_name(config: ModelConfig) -> str:
+    """The tensor that is the LM head: its own, or the embedding when they are tied."""
+    return EMBEDDING if config.tied_embeddings else HEAD
 
-    Raises ModelError, naming the tensor and what was expected, when one is absent or has another shape
-    or dtype, or when a file is not what its header says.
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the scales of a matrix [outputs, inputs]: one for each block of 128 × 128."""
+    return tuple(-(-length // BLOCK) for length in shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a prepared folder as the files hold it, to be read in parts and checked as it is read.
+
+    ModelError, naming the tensor, for numbers that cannot be computed with.
+    """
+
+    name: str
+    info: TensorInfo
+    scales: TensorInfo | None = None
+    """Of e4m3fn codes."""
+
+    def rows(self, start: int, stop: int) -> Weight:
+        """Some rows of a matrix as float32 [stop − start, inputs]; of codes, `start` begins a block."""
+        if self.info.type == E4M3:
+            blocks = self.block_scales()[start // BLOCK : -(-stop // BLOCK)]
+            return dequantize(self.codes(start, stop), blocks)
+        return self._floats(start, stop)
+
+    def values(self) -> Weight:
+        """All of it as float32, in its shape."""
+        return self.rows(0, self.info.shape[0])
+
+    def codes(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Some rows of a matrix of e4m3fn codes as they are, [stop − start, inputs]."""
+        codes = self._bytes(start, stop).reshape(stop - start, -1)
+        if has_nan_codes(codes):
+            raise self.wrong("holds codes that are NaN")
+        return codes
+
+    def block_scales(self) -> Weight:
+        """The scales of a matrix of codes, float32 [ceil(outputs / 128), ceil(inputs / 128)]."""
+        if self.scales is None:
+            raise ValueError(f"{self.name} has no scales")
+        stored = StoredTensor(self.scales.name, self.scales)
+        scales = stored._floats(0, self.scales.shape[0])
+        # Written so that NaN fails it too.
+        if not ((scales > 0) & (scales <= np.finfo(np.float32).max / E4M3_MAX)).all():
+            raise stored.wrong("holds a scale that is NaN, infinite, zero or negative")
+        return scales
+
+    def wrong(self, what: str) -> ModelError:
+        """The error to raise for numbers that cannot be computed with."""
+        return ModelError(f"{self.info.path}: tensor {self.name} {what}; fetch the model again")
+
+    def _floats(self, start: int, stop: int) -> Weight:
+        data, shape = self._bytes(start, stop), (stop - start, *self.info.shape[1:])
+        if self.info.type == "BF16":
+            return decode_bf16(data.view("<u2")).reshape(shape)
+        values = data.view("<f4" if self.info.type == "F32" else "<f2")
+        return values.reshape(shape).astype(np.float32, copy=False)
+
+    def _bytes(self, start: int, stop: int) -> NDArray[np.uint8]:
+        row = self.info.size // self.info.shape[0]
+        return self.info.read(start * row, (stop - start) * row)
+
+
+def read_stored(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """Every tensor of the model by name, its numbers not yet read.
+
+    ModelError, naming the tensor and what was expected, when one is absent or has another shape or type,
+    or when a file is not what its header says.
+    """
+    found = {name: tensor for file in read_weight_files(folder) for name, tensor in file.tensors.items()}
+    return {
+        name: _stored(folder, config, name, shape, found) for name, shape in tensor_shapes(config).items()
+    }
+
+
+def _stored(
+    folder: Path, config: ModelConfig, name: str, shape: tuple[int, ...], found: dict[str, TensorInfo]
+) -> StoredTensor:
+    def checked(name: str, shape: tuple[int, ...], types: tuple[str, ...]) -> TensorInfo:
+        expected = f"{name}: {' or '.join(types)} {list(shape)} expected"
+        tensor = found.get(name)
+        if tensor is None:
+            raise ModelError(f"{folder / WEIGHTS}: lacks a tensor; {expected}; {REMEDY}")
+        if tensor.type not in types or tensor.shape != shape:
+            raise ModelError(f"{tensor.path}: {expected}, {tensor.type} {list(tensor.shape)} found; {REMEDY}")
+        return tensor
+
+    if config.stored != E4M3:  # everything else was converted when the folder was prepared
+        return StoredTensor(name, checked(name, shape, ("F32",)))
+    matrix = len(shape) == 2
+    info = checked(name, shape, (E4M3, "BF16", "F16", "F32") if matrix else ("BF16", "F16", "F32"))
+    if info.type != E4M3:
+        return StoredTensor(name, info)
+    return StoredTensor(name, info, checked(name + SCALES_SUFFIX, scales_shape(shape), ("F32", "BF16")))
+
+
+def default_format(folder: Path, config: ModelConfig) -> WeightFormat:
+    """The kinds that a prepared model asks for itself.
+
+    Checkpoints keep their precision: FP8 ones have FP8 layers and the LM head that they store, BF16 ones
+    are bf16, F16 and F32 ones fp32. Of GGUF files Q8_0 becomes bf16; what has fewer bits becomes FP8, the
+    head too. ModelError when the folder is damaged.
+    """
+    if config.stored == E4M3:
+        head = read_stored(folder, config)[head_name(config)]
+        return WeightFormat("fp8", STORED_KINDS[head.info.type])
+    if config.stored == "Q8_0":
+        return WeightFormat("bf16", "bf16")
+    kind = STORED_KINDS.get(config.stored, "fp8")
+    return WeightFormat(kind, kind)
+
+
+class Weights:
+    """Every tensor of a Llama model by name, as read-only float32: views of the mapped files.
+
+    What an FP8 checkpoint does not store as float32 is converted into private memory instead. ModelError
+    as in `read_stored`, and for codes and scales that are NaN.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        self._folder = folder
-        files = read_weight_files(folder)
-        self._maps = {file.path: self._map(file.path) for file in files}
-        found = {name: tensor for file in files for name, tensor in file.tensors.items()}
-        self._tensors = {
-            name: self._view(name, shape, found.get(name)) for name, shape in tensor_shapes(config).items()
-        }
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._tensors = {name: self._values(stored) for name, stored in read_stored(folder, config).items()}
 
     def __getitem__(self, name: str) -> Weight:
         return self._tensors[name]
@@ -81,20 +201,20 @@ class Weights:
         """The LM head [vocab_size, hidden_size]: its own, or the embedding when they are tied."""
         return self._tensors.get(HEAD, self._tensors[EMBEDDING])
 
-    def _map(self, path: Path) -> mmap.mmap:
-        try:
-            with path.open("rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path}: {error}; {REMEDY}") from None
+    def _values(self, stored: StoredTensor) -> Weight:
+        tensor = stored.info
+        if tensor.type == "F32" and tensor.offset % 4 == 0:
+            data = np.frombuffer(self._map(tensor.path), np.float32, tensor.elements, tensor.offset)
+            return data.reshape(tensor.shape)
+        values = stored.values()
+        values.flags.writeable = False
+        return values
 
-    def _view(self, name: str, shape: tuple[int, ...], tensor: TensorInfo | None) -> Weight:
-        expected = f"{name}: F32 {list(shape)} expected"
-        if tensor is None:
-            raise ModelError(f"{self._folder / WEIGHTS}: lacks a tensor; {expected}; {REMEDY}")
-        if tensor.type != "F32" or tensor.shape != shape:
-            raise ModelError(f"{tensor.path}: {expected}, {tensor.type} {list(tensor.shape)} found; {REMEDY}")
-        if tensor.offset % 4:
-            raise ModelError(f"{tensor.path}: {name} does not lie on a multiple of 4 bytes; {REMEDY}")
-        data = np.frombuffer(self._maps[tensor.path], np.float32, tensor.elements, tensor.offset)
-        return data.reshape(shape)
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            try:
+                with path.open("rb") as file:
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{path}: {error}; {REMEDY}") from None
+        return self._maps[path]
