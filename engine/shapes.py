@@ -6,9 +6,11 @@ from typing import Literal, get_args
 
 import msgspec
 
-KVDtype = Literal["float32", "float16", "bfloat16"]
+KVDtype = Literal["float32", "float16", "bfloat16", "float8"]
+"""float8: e4m3fn codes, with a scale for each token and head; never one a page, which would depend on what
+comes later."""
 
-ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 assert set(ITEM_BYTES) == set(get_args(KVDtype))
 
 
@@ -19,7 +21,10 @@ class PageShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
         [layers][2][kv_heads][tokens][head_dim]     (2 = key, value)
 
-    so that a page moves between hosts as one piece, and the positions of one head, which
+    where float8 has the tokens' scales behind each [tokens][head_dim], float32 [tokens]:
+    number = code * scale.
+
+    It lies so, so that a page moves between hosts as one piece, and the positions of one head, which
     attention reads in order, are neighbours. A pool is `[pages]` of them, nothing between.
     """
 
@@ -37,7 +42,8 @@ class PageShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * self.item_bytes
+        scale = 4 if self.dtype == "float8" else 0
+        return self.layers * 2 * self.kv_heads * (self.head_dim * self.item_bytes + scale)
 
     @property
     def page_bytes(self) -> int:

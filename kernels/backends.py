@@ -15,20 +15,31 @@ if TYPE_CHECKING:
 
     from engine.shapes import PageShape
     from kernels.backend import Backend
+    from kernels.formats import WeightFormat
 
-NAMES = ("torch", "reference")
+NAMES = ("native", "torch", "reference")
 
 
 def open_backend(
-    name: str, model_folder: Path, pool: NDArray[np.uint8], page_shape: PageShape, threads: int
+    name: str,
+    model_folder: Path,
+    pool: NDArray[np.uint8],
+    page_shape: PageShape,
+    threads: int,
+    weights: WeightFormat | None = None,
 ) -> Backend:
     """Open the backend `name` over a prepared model folder and a pool of KV pages.
 
     pool: 1-D contiguous writable uint8, a whole number of pages of `page_shape`, e.g.
     `np.frombuffer(mmap, np.uint8)`; the backend keeps the array, and so the map, alive. `threads` is the
-    number of cores of one step; the reference uses one. StartError: unknown name, or a pool or page shape
+    number of cores of one step; the reference uses one. `weights`: how the native backend keeps the matrices
+    (None: as `kernels.weights.default_format` says); the others compute with what is stored. StartError: unknown name, or a pool or page shape
     that does not fit the model. ModelError: the folder cannot be served.
     """
+    if name == "native":
+        from kernels.cpu.backend import NativeBackend
+
+        return NativeBackend(model_folder, pool, page_shape, threads, weights)
     if name == "torch":
         # Torch's threads spin at every barrier unless told not to before torch is loaded. On cores shared
         # with other processes one spins away the time that the other waits for: steps took 60 s, not 0.6.

@@ -1,0 +1,91 @@
+// exp, SiLU, norms, rotary positions, and what pages store.
+#pragma once
+
+namespace {
+
+// e to the x, to about one unit in the last place: x = n ln 2 + r, and the Taylor series of degree 7 of e^r, whose
+// error at |r| <= ln 2 / 2 is 5e-9. 0 below -87.3, infinite above 88.3, NaN for NaN. exp(0) is exactly 1.
+inline Lanes exponential(Lanes x) {
+    const Lanes least = all(-87.3f), most = all(88.3f);
+    const Lanes held = lesser(greater(x, least), most);
+    const Lanes n = nearest(mul(held, all(1.44269504f)));
+    Lanes r = fma(n, all(-0.693359375f), held);
+    r = fma(n, all(2.12194440e-4f), r);
+    Lanes p = all(1.0f / 5040);
+    p = fma(p, r, all(1.0f / 720));
+    p = fma(p, r, all(1.0f / 120));
+    p = fma(p, r, all(1.0f / 24));
+    p = fma(p, r, all(1.0f / 6));
+    p = fma(p, r, all(0.5f));
+    p = fma(p, r, all(1.0f));
+    p = fma(p, r, all(1.0f));
+    p = mul(p, power_of_two(n));
+    p = where_less(x, least, zero(), p);
+    p = where_less(most, x, all(as_float(0x7f800000)), p);
+    return where_nan(x, x, p);
+}
+
+void gate_numbers(const float* gates, const float* ups, float* out, int n) {
+    for (int i = 0; i < n; i += LANES) {
+        const Lanes g = load(gates + i);
+        const Lanes silu = div(g, add(all(1.0f), exponential(sub(zero(), g))));
+        store(out + i, mul(silu, load(ups + i)));
+    }
+}
+
+void norm_row(const float* x, const float* weight, float epsilon, int width, float* out, int step) {
+    Lanes squares = zero();
+    for (int i = 0; i < width; i += LANES) {
+        const Lanes v = load(x + i);
+        squares = fma(v, v, squares);
+    }
+    const float inverse = 1.0f / __builtin_sqrtf(sum(squares) / float(width) + epsilon);
+    if (step == 1) {
+        for (int i = 0; i < width; i++) out[i] = x[i] * inverse * weight[i];
+    } else {
+        for (int i = 0; i < width; i++) out[size_t(i) * step] = x[i] * inverse * weight[i];
+    }
+}
+
+void rotate_head(float* head, const float* cos, const float* sin, int half, float scale) {
+    for (int i = 0; i < half; i++) {
+        const float first = head[i], second = head[half + i];
+        head[i] = (first * cos[i] - second * sin[i]) * scale;
+        head[half + i] = (second * cos[i] + first * sin[i]) * scale;
+    }
+}
+
+void keep_numbers(const Pool& pool, uint8_t* head, int token, const float* numbers) {
+    const int size = pool.head_dim;
+    uint8_t* place = head + size_t(token) * size * bytes_of(pool.kind);
+    switch (pool.kind) {
+        case Kind::fp32: std::memcpy(place, numbers, size_t(size) * 4); break;
+        case Kind::bf16:
+            for (int i = 0; i < size; i++) {
+                const uint16_t bits = to_bf16(numbers[i]);
+                std::memcpy(place + 2 * i, &bits, 2);
+            }
+            break;
+        case Kind::fp16:
+            for (int i = 0; i < size; i++) {
+                const uint16_t bits = to_fp16(numbers[i]);
+                std::memcpy(place + 2 * i, &bits, 2);
+            }
+            break;
+        case Kind::fp8: {
+            // One scale a token and head: the greatest magnitude becomes 448. A NaN stays one in its code.
+            float most = 0.0f;
+            for (int i = 0; i < size; i++) {
+                const float magnitude = as_float(as_bits(numbers[i]) & 0x7fffffff);
+                most = magnitude > most ? magnitude : most;
+            }
+            const float scale = (most > 1e-4f ? most : 1e-4f) / 448.0f;
+            for (int i = 0; i < size; i++) place[i] = to_fp8(numbers[i] / scale);
+            std::memcpy(head + size_t(pool.tokens) * size + 4 * size_t(token), &scale, 4);
+            break;
+        }
+        case Kind::int8: break;
+    }
+}
+
+}  // namespace

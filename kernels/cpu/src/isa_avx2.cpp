@@ -1,0 +1,12 @@
+// The kernels for AVX2, FMA and F16C.
+#define VARIANT avx2_variant
+#define NAME "avx2"
+#define REGISTERS 16
+#define TILE 6
+#define PANEL 1
+#define SCORE_ROWS 2
+#define MANY_QUERIES 16
+#define AHEAD 1024
+
+#include "lanes_avx2.h"
+#include "variant.h"

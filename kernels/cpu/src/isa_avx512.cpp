@@ -1,0 +1,12 @@
+// The kernels for AVX-512.
+#define VARIANT avx512_variant
+#define NAME "avx512"
+#define REGISTERS 32
+#define TILE 12
+#define PANEL 2
+#define SCORE_ROWS 6
+#define MANY_QUERIES 24
+#define AHEAD 1024
+
+#include "lanes_avx512.h"
+#include "variant.h"

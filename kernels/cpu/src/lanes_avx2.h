@@ -1,0 +1,126 @@
+// Sixteen floats in two registers: AVX2, FMA, F16C.
+#pragma once
+#include <immintrin.h>
+
+#include "halves.h"
+
+namespace {
+
+struct Lanes {
+    __m256 a, b;  // lanes 0–7 and 8–15
+};
+
+inline Lanes zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline Lanes all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, Lanes x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
+inline Lanes add(Lanes x, Lanes y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Lanes sub(Lanes x, Lanes y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Lanes mul(Lanes x, Lanes y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Lanes div(Lanes x, Lanes y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline Lanes greater(Lanes x, Lanes y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline Lanes lesser(Lanes x, Lanes y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline Lanes where_less(Lanes x, Lanes y, Lanes then, Lanes otherwise) {
+    return {_mm256_blendv_ps(otherwise.a, then.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+            _mm256_blendv_ps(otherwise.b, then.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+}
+inline Lanes where_nan(Lanes x, Lanes then, Lanes otherwise) {
+    return {_mm256_blendv_ps(otherwise.a, then.a, _mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q)),
+            _mm256_blendv_ps(otherwise.b, then.b, _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q))};
+}
+inline Lanes nearest(Lanes x) {
+    return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+            _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline __m256 power_of_two(__m256 n) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+inline Lanes power_of_two(Lanes n) { return {power_of_two(n.a), power_of_two(n.b)}; }
+inline Lanes numbers() {
+    return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+inline float sum(Lanes x) {
+    const __m256 eight = _mm256_add_ps(x.a, x.b);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+inline float maximum(Lanes x) {
+    const __m256 eight = _mm256_max_ps(x.a, x.b);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+// The same additions as `sum`, eight at a time: every step halves what is left of two.
+inline __m256 sums_of_eight(const Lanes x[8]) {
+    __m256 fours[4], twos[2];
+    for (int i = 0; i < 4; i++) {
+        const __m256 one = _mm256_add_ps(x[i].a, x[i].b), other = _mm256_add_ps(x[i + 4].a, x[i + 4].b);
+        fours[i] = _mm256_add_ps(_mm256_permute2f128_ps(one, other, 0x20),
+                                 _mm256_permute2f128_ps(one, other, 0x31));
+    }
+    for (int i = 0; i < 2; i++)
+        twos[i] = _mm256_add_ps(_mm256_shuffle_ps(fours[i], fours[i + 2], 0x44),
+                                _mm256_shuffle_ps(fours[i], fours[i + 2], 0xee));
+    const __m256 summed = _mm256_add_ps(_mm256_shuffle_ps(twos[0], twos[1], 0x88),
+                                        _mm256_shuffle_ps(twos[0], twos[1], 0xdd));
+    return _mm256_shuffle_ps(summed, summed, 0xd8);  // numbers 0, 2, 1, 3 | 4, 6, 5, 7 in their order
+}
+inline Lanes sums(const Lanes x[16]) { return {sums_of_eight(x), sums_of_eight(x + 8)}; }
+
+inline __m256 eight_bf16(const uint16_t* p) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline Lanes load_bf16(const uint16_t* p) { return {eight_bf16(p), eight_bf16(p + 8)}; }
+inline Lanes from_halves(__m256i half) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
+}
+inline Lanes load_fp16(const uint16_t* p) {
+    return from_halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// Low bytes of 16-bit words as fp16, each e4m3 value / 256: up, down by one with the sign, the sign's copy out.
+inline __m256i low_codes(__m256i words) {
+    return _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(words, 8), 1), _mm256_set1_epi16(short(0xbfff)));
+}
+// High bytes lie where they shall; the mask takes out the neighbour's bits too.
+inline __m256i high_codes(__m256i words) {
+    return _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(short(0xbf80)));
+}
+inline Lanes load_fp8(const uint8_t* p) {
+    return from_halves(low_codes(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+}
+
+template <Kind kind>
+inline Lanes unpack(const uint8_t* row, int q) {
+    if (kind == Kind::fp32) return load(reinterpret_cast<const float*>(row) + 16 * q);
+    if (kind == Kind::bf16) {
+        const __m256i* p = reinterpret_cast<const __m256i*>(row + 64 * (q / 2));
+        const __m256i a = _mm256_loadu_si256(p), b = _mm256_loadu_si256(p + 1);
+        if (q % 2 == 0)
+            return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+        const __m256i mask = _mm256_set1_epi32(int(0xffff0000));
+        return {_mm256_castsi256_ps(_mm256_and_si256(a, mask)), _mm256_castsi256_ps(_mm256_and_si256(b, mask))};
+    }
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * (q / 2)));
+    if (kind == Kind::fp8) return from_halves(q % 2 ? high_codes(words) : low_codes(words));
+    const __m256i a = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(words));
+    const __m256i b = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1));
+    if (q % 2) return {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 8)), _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 8))};
+    return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24), 24)),
+            _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 24), 24))};
+}
+template <Kind kind>
+inline void unpack_all(const uint8_t* row, Lanes w[4]) {
+    for (int q = 0; q < 4; q++) w[q] = unpack<kind>(row, q);
+}
+inline void ahead(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace

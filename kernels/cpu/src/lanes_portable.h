@@ -1,0 +1,146 @@
+// Sixteen floats in plain C++: slow, the definition that the other two must equal to the bit.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "halves.h"
+
+namespace {
+
+struct Lanes {
+    float f[16];
+};
+
+#define EACH for (int i = 0; i < 16; i++)
+
+inline Lanes zero() { return Lanes{}; }
+inline Lanes all(float x) {
+    Lanes r;
+    EACH r.f[i] = x;
+    return r;
+}
+inline Lanes load(const float* p) {
+    Lanes r;
+    std::memcpy(r.f, p, sizeof r.f);
+    return r;
+}
+inline void store(float* p, Lanes a) { std::memcpy(p, a.f, sizeof a.f); }
+inline Lanes add(Lanes a, Lanes b) {
+    EACH a.f[i] += b.f[i];
+    return a;
+}
+inline Lanes sub(Lanes a, Lanes b) {
+    EACH a.f[i] -= b.f[i];
+    return a;
+}
+inline Lanes mul(Lanes a, Lanes b) {
+    EACH a.f[i] *= b.f[i];
+    return a;
+}
+inline Lanes div(Lanes a, Lanes b) {
+    EACH a.f[i] /= b.f[i];
+    return a;
+}
+inline Lanes fma(Lanes a, Lanes b, Lanes c) {
+    EACH c.f[i] = __builtin_fmaf(a.f[i], b.f[i], c.f[i]);
+    return c;
+}
+// a where a > b, else b: what vmaxps does, NaN included.
+inline Lanes greater(Lanes a, Lanes b) {
+    EACH a.f[i] = a.f[i] > b.f[i] ? a.f[i] : b.f[i];
+    return a;
+}
+inline Lanes lesser(Lanes a, Lanes b) {
+    EACH a.f[i] = a.f[i] < b.f[i] ? a.f[i] : b.f[i];
+    return a;
+}
+// then where a < b, else otherwise.
+inline Lanes where_less(Lanes a, Lanes b, Lanes then, Lanes otherwise) {
+    EACH a.f[i] = a.f[i] < b.f[i] ? then.f[i] : otherwise.f[i];
+    return a;
+}
+inline Lanes where_nan(Lanes a, Lanes then, Lanes otherwise) {
+    EACH a.f[i] = a.f[i] != a.f[i] ? then.f[i] : otherwise.f[i];
+    return a;
+}
+// Nearest whole number, ties to even.
+inline Lanes nearest(Lanes a) {
+    EACH a.f[i] = __builtin_rintf(a.f[i]);
+    return a;
+}
+// 2 to the whole number n, which is from -126 to 127.
+inline Lanes power_of_two(Lanes n) {
+    EACH {
+        const uint32_t bits = uint32_t(int32_t(n.f[i]) + 127) << 23;
+        std::memcpy(&n.f[i], &bits, 4);
+    }
+    return n;
+}
+// 0, 1, … 15
+inline Lanes numbers() {
+    Lanes r;
+    EACH r.f[i] = float(i);
+    return r;
+}
+inline float sum(Lanes a) {
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) a.f[i] += a.f[i + half];
+    return a.f[0];
+}
+inline float maximum(Lanes a) {
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) a.f[i] = a.f[i] > a.f[i + half] ? a.f[i] : a.f[i + half];
+    return a.f[0];
+}
+// The sums of sixteen.
+inline Lanes sums(const Lanes a[16]) {
+    Lanes r;
+    EACH r.f[i] = sum(a[i]);
+    return r;
+}
+inline Lanes load_bf16(const uint16_t* p) {
+    Lanes r;
+    EACH r.f[i] = from_bf16(p[i]);
+    return r;
+}
+inline Lanes load_fp16(const uint16_t* p) {
+    Lanes r;
+    EACH r.f[i] = from_fp16(p[i]);
+    return r;
+}
+// e4m3 codes as their values / 256.
+inline Lanes load_fp8(const uint8_t* p) {
+    Lanes r;
+    EACH r.f[i] = from_fp16(fp8_as_fp16(p[i]));
+    return r;
+}
+
+// Outputs 16q … 16q + 15 of one k of a strip.
+template <Kind kind>
+inline Lanes unpack(const uint8_t* row, int q) {
+    Lanes r;
+    EACH {
+        const int place = 32 * (q / 2) + 2 * i + q % 2;
+        if (kind == Kind::fp32) {
+            std::memcpy(&r.f[i], row + 4 * (16 * q + i), 4);
+        } else if (kind == Kind::bf16) {
+            uint16_t bits;
+            std::memcpy(&bits, row + 2 * place, 2);
+            r.f[i] = from_bf16(bits);
+        } else if (kind == Kind::fp8) {
+            r.f[i] = from_fp16(fp8_as_fp16(row[place]));
+        } else {
+            r.f[i] = float(int8_t(row[place]));
+        }
+    }
+    return r;
+}
+template <Kind kind>
+inline void unpack_all(const uint8_t* row, Lanes w[4]) {
+    for (int q = 0; q < 4; q++) w[q] = unpack<kind>(row, q);
+}
+inline void ahead(const void*) {}
+
+#undef EACH
+
+}  // namespace

@@ -1,0 +1,255 @@
+#include "model.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+const char* const phase_names[PHASES] = {"embed", "norm", "qkv", "attention", "output", "ffn", "head", "sample"};
+
+namespace {
+
+// Up to so many rows every thread computes a norm for itself, which costs less than to wait for each other.
+constexpr int OWN_NORM_ROWS = 4;
+
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+template <typename Counter, typename Work>
+void share(Counter& counter, int count, Work work) {
+    for (int i; (i = counter.next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+}
+
+void grow(std::vector<float>& buffer, size_t size) {
+    if (buffer.size() < size + LANES) buffer.resize(size + LANES);
+}
+
+}  // namespace
+
+Model::Model(const Variant& variant, const Shape& shape, const Pool& pool, int threads, const std::vector<int>& cores)
+    : layers(shape.layers), variant(variant), shape(shape), pool(pool), team_(threads, cores), benches_(threads),
+      wide_(padded(shape.hidden)) {
+    counter_count_ = shape.layers * 6 + 2;
+    counters_.reset(new Counter[counter_count_]);
+    const int group = shape.heads / shape.kv_heads;
+    for (Bench& bench : benches_) {
+        bench.scratch.resize(scratch_floats());
+        bench.attention.resize(attention_floats(shape.head_dim, group));
+        bench.attended.resize(size_t(attention_rows(group)) * group * shape.head_dim + LANES);
+        bench.rows.resize(size_t(OWN_NORM_ROWS) * wide_ + LANES);
+        bench.sampling.resize(size_t(shape.vocab) * 2 + 2);
+    }
+}
+
+void Model::prepare(const StepInput& input) {
+    const size_t rows = size_t(std::max(capacity_, input.rows));
+    if (input.rows > capacity_) {
+        // zeros stay behind each row's numbers: norms and sums go over whole vectors
+        x_.assign(rows * wide_ + LANES, 0.0f);
+        grow(normed_, rows * wide_);
+        grow(projected_, rows * size_t(shape.heads + 2 * shape.kv_heads) * shape.head_dim);
+        grow(mixed_, rows * size_t(shape.heads) * shape.head_dim);
+        grow(gated_, rows * size_t(shape.ffn));
+        for (Bench& bench : benches_) {
+            grow(bench.outs, rows * STRIP);
+            grow(bench.ups, rows * STRIP);
+        }
+        capacity_ = int(rows);
+    }
+    if (!input.logits) grow(logits_, input.wanted.size() * size_t(shape.vocab));
+    for (int i = 0; i < counter_count_; i++) counters_[i].next.store(0, std::memory_order_relaxed);
+    items_.clear();
+    turns_.clear();
+    const int most = attention_rows(shape.heads / shape.kv_heads);
+    for (int s = int(input.spans.size()) - 1; s >= 0; s--) {
+        const int count = input.spans[s].count;
+        // the dearest first: late rows see the most keys
+        for (int first = (count - 1) / most * most; first >= 0; first -= most)
+            for (int head = 0; head < shape.kv_heads; head++) {
+                const Item item{s, head, first, std::min(most, count - first)};
+                items_.push_back(item);
+                if (count > most) turns_.push_back(item);
+            }
+    }
+}
+
+void Model::step(const StepInput& input) {
+    if (!input.rows) return;
+    prepare(input);
+    lap_ = now();
+    team_.run([&](int number) { work(input, number); });
+    lap(0, SAMPLE);
+}
+
+void Model::lap(int number, Phase phase) {
+    if (number) return;
+    const double time = now();
+    seconds_[phase] += time - lap_;
+    lap_ = time;
+}
+
+// The rows of x_ (all, or those in `rows`) after a norm, in tiles.
+const float* Model::normed(const float* weight, const Tiles& tiles, const int32_t* rows, int number) {
+    const bool own = tiles.rows <= OWN_NORM_ROWS;
+    float* out = own ? benches_[number].rows.data() : normed_.data();
+    const int step_by = own ? 1 : team_.threads();
+    for (int i = own ? 0 : number; i < tiles.rows; i += step_by) {
+        int step;
+        float* place = out + tiles.place(i, shape.hidden, step);
+        const int row = rows ? rows[i] : i;
+        variant.norm(&x_[row * wide_], weight, shape.epsilon, shape.hidden, place, step);
+    }
+    if (!own) team_.barrier();
+    return out;
+}
+
+void Model::work(const StepInput& input, int number) {
+    Bench& bench = benches_[number];
+    const Tiles tiles(input.rows, variant.tile);
+    const int rows = input.rows, size = shape.head_dim;
+    const size_t row_size = size_t(shape.heads + 2 * shape.kv_heads) * size;
+    Counter* counter = counters_.get();
+
+    for (int r = number; r < rows; r += team_.threads()) variant.embed(embedding, input.tokens[r], &x_[r * wide_]);
+    team_.barrier();
+    lap(number, EMBED);
+
+    // Adds the product of a matrix with `from` to the residual stream.
+    const auto add_product = [&](const Matrix& m, const float* from) {
+        share(*counter++, m.strips(), [&](int s) {
+            variant.strip(m, s, from, tiles, bench.scratch.data(), bench.outs.data());
+            const int first = s * STRIP, count = std::min(STRIP, m.outputs - first);
+            for (int r = 0; r < rows; r++) {
+                float* x = &x_[r * wide_ + first];
+                const float* made = &bench.outs[size_t(r) * STRIP];
+                for (int i = 0; i < count; i++) x[i] += made[i];
+            }
+        });
+        team_.barrier();
+    };
+
+    for (int index = 0; index < shape.layers; index++) {
+        const Layer& layer = layers[index];
+        const float* h = normed(layer.attention_norm, tiles, nullptr, number);
+        lap(number, NORM);
+
+        const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
+        const int q_strips = layer.q.strips(), k_strips = layer.k.strips();
+        share(*counter++, q_strips + k_strips + layer.v.strips(), [&](int s) {
+            const int which = s < q_strips ? 0 : s < q_strips + k_strips ? 1 : 2;
+            const Matrix& m = *parts[which];
+            s -= which == 0 ? 0 : which == 1 ? q_strips : q_strips + k_strips;
+            variant.strip(m, s, h, tiles, bench.scratch.data(), bench.outs.data());
+            const int first = s * STRIP, count = std::min(STRIP, m.outputs - first);
+            const size_t before = which == 0 ? 0 : size_t(shape.heads + (which - 1) * shape.kv_heads) * size;
+            for (int r = 0; r < rows; r++)
+                std::memcpy(&projected_[r * row_size + before + first], &bench.outs[size_t(r) * STRIP],
+                            size_t(count) * sizeof(float));
+        });
+        team_.barrier();
+        lap(number, QKV);
+
+        // Rows of one tile see keys of another: those are kept before anybody attends.
+        Counter& turning = *counter++;
+        if (!turns_.empty()) {
+            share(turning, int(turns_.size()), [&](int i) { turn(input, turns_[i], index); });
+            team_.barrier();
+        }
+        share(*counter++, int(items_.size()), [&](int i) {
+            if (input.spans[items_[i].span].count == items_[i].rows) turn(input, items_[i], index);
+            attend(input, items_[i], index, tiles, bench);
+        });
+        team_.barrier();
+        lap(number, ATTENTION);
+
+        add_product(layer.o, mixed_.data());
+        lap(number, OUTPUT);
+
+        h = normed(layer.ffn_norm, tiles, nullptr, number);
+        lap(number, NORM);
+        share(*counter++, layer.gate.strips(), [&](int s) {
+            variant.strip(layer.gate, s, h, tiles, bench.scratch.data(), bench.outs.data());
+            variant.strip(layer.up, s, h, tiles, bench.scratch.data(), bench.ups.data());
+            variant.gate(bench.outs.data(), bench.ups.data(), bench.outs.data(), rows * STRIP);
+            const int first = s * STRIP, count = std::min(STRIP, shape.ffn - first);
+            for (int t = 0; t < tiles.count; t++) {
+                const int start = tiles.start(t), tile = tiles.size(t);
+                float* place = &gated_[size_t(start) * shape.ffn + size_t(first) * tile];
+                for (int r = 0; r < tile; r++)
+                    for (int i = 0; i < count; i++) place[i * tile + r] = bench.outs[size_t(start + r) * STRIP + i];
+            }
+        });
+        team_.barrier();
+        add_product(layer.down, gated_.data());
+        lap(number, FFN);
+    }
+
+    const int wanted = int(input.wanted.size());
+    if (!wanted) return;
+    const Tiles last(wanted, variant.tile);
+    const float* h = normed(final_norm, last, input.wanted.data(), number);
+    float* logits = input.logits ? input.logits : logits_.data();
+    share(*counter++, head.strips(), [&](int s) {
+        variant.strip(head, s, h, last, bench.scratch.data(), bench.outs.data());
+        const int first = s * STRIP, count = std::min(STRIP, head.outputs - first);
+        for (int r = 0; r < wanted; r++)
+            std::memcpy(&logits[size_t(r) * shape.vocab + first], &bench.outs[size_t(r) * STRIP],
+                        size_t(count) * sizeof(float));
+    });
+    team_.barrier();
+    lap(number, HEAD);
+    share(*counter++, wanted, [&](int i) {
+        input.sampled[i] = variant.sample(&logits[size_t(i) * shape.vocab], shape.vocab, input.sampling[i],
+                                          bench.sampling.data());
+    });
+}
+
+// Rotates the queries and keys of an item's rows, and keeps keys and values in their pages.
+void Model::turn(const StepInput& input, const Item& item, int layer) {
+    const Span& span = input.spans[item.span];
+    const int size = shape.head_dim, half = size / 2, group = shape.heads / shape.kv_heads;
+    const size_t row_size = size_t(shape.heads + 2 * shape.kv_heads) * size;
+    const float scale = 1.0f / std::sqrt(float(size));
+    for (int r = item.first; r < item.first + item.rows; r++) {
+        const int position = span.position + r;
+        float* row = &projected_[(span.first + r) * row_size];
+        const float* c = cos + size_t(position) * half;
+        const float* s = sin + size_t(position) * half;
+        for (int g = 0; g < group; g++)
+            variant.rotate(row + size_t(item.kv_head * group + g) * size, c, s, half, scale);
+        float* key = row + size_t(shape.heads + item.kv_head) * size;
+        variant.rotate(key, c, s, half, 1.0f);
+        const int64_t page = span.table[position / pool.tokens];
+        const int slot = position % pool.tokens;
+        variant.keep(pool, pool.head(page, layer, 0, item.kv_head), slot, key);
+        variant.keep(pool, pool.head(page, layer, 1, item.kv_head), slot, key + size_t(shape.kv_heads) * size);
+    }
+}
+
+void Model::attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench) {
+    const Span& span = input.spans[item.span];
+    const int size = shape.head_dim, group = shape.heads / shape.kv_heads, width = shape.heads * size;
+    const size_t row_size = size_t(shape.heads + 2 * shape.kv_heads) * size;
+    const int first = span.first + item.first;
+    Attention a;
+    a.pool = &pool;
+    a.table = span.table;
+    a.layer = layer;
+    a.kv_head = item.kv_head;
+    a.group = group;
+    a.position = span.position + item.first;
+    a.rows = item.rows;
+    a.window = layers[layer].window;
+    a.queries = &projected_[first * row_size + size_t(item.kv_head) * group * size];
+    a.stride = row_size;
+    variant.attend(a, bench.attention.data(), bench.attended.data());
+    const int count = group * size;
+    for (int r = 0; r < item.rows; r++) {
+        int step;
+        float* place = &mixed_[tiles.place(first + r, width, step) + 0];
+        const float* from = &bench.attended[size_t(r) * count];
+        place += size_t(item.kv_head) * count * step;
+        for (int i = 0; i < count; i++) place[size_t(i) * step] = from[i];
+    }
+}

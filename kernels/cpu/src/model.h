@@ -1,0 +1,89 @@
+// A decoder-only transformer of the Llama kind over packed weights and a pool of KV pages: one call is one step.
+#pragma once
+#include <array>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "plan.h"
+#include "team.h"
+
+struct Layer {
+    Matrix q, k, v, o, gate, up, down;
+    const float* attention_norm = nullptr;
+    const float* ffn_norm = nullptr;
+    int window = 0;                                // positions that a query sees at most; 0: all
+};
+
+struct Shape {
+    int vocab, hidden, layers, heads, kv_heads, head_dim, ffn, context;
+    float epsilon;
+};
+
+// The consecutive rows of one sequence.
+struct Span {
+    int first, count, position;
+    const int32_t* table;
+};
+
+struct StepInput {
+    int rows = 0;
+    const int32_t* tokens = nullptr;               // [rows]
+    std::vector<Span> spans;
+    std::vector<int32_t> wanted;                   // rows whose next token is sampled, ascending
+    std::vector<Sampling> sampling;                // one for each of them
+    float* logits = nullptr;                       // [wanted][vocab] out, or null
+    int32_t* sampled = nullptr;                    // [wanted] out
+};
+
+enum Phase { EMBED, NORM, QKV, ATTENTION, OUTPUT, FFN, HEAD, SAMPLE, PHASES };
+extern const char* const phase_names[PHASES];
+
+class Model {
+public:
+    Model(const Variant& variant, const Shape& shape, const Pool& pool, int threads, const std::vector<int>& cores);
+
+    void step(const StepInput& input);
+    // Seconds by phase since the model was made, as the calling thread saw them, waiting included.
+    const std::array<double, PHASES>& seconds() const { return seconds_; }
+
+    std::vector<Layer> layers;
+    Matrix embedding, head;
+    const float* final_norm = nullptr;
+    const float* cos = nullptr;                    // [context][head_dim / 2]
+    const float* sin = nullptr;
+    const Variant& variant;
+    const Shape shape;
+    const Pool pool;
+
+private:
+    struct Item {
+        int span, kv_head, first, rows;
+    };
+    struct alignas(64) Counter {
+        std::atomic<int> next{0};
+    };
+    // What one thread works in.
+    struct Bench {
+        std::vector<float> outs, ups, scratch, attention, attended, rows;
+        std::vector<double> sampling;
+    };
+
+    void prepare(const StepInput& input);
+    void work(const StepInput& input, int number);
+    void attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench);
+    void turn(const StepInput& input, const Item& item, int layer);
+    const float* normed(const float* weight, const Tiles& tiles, const int32_t* rows, int number);
+    void lap(int number, Phase phase);
+
+    Team team_;
+    std::vector<Bench> benches_;
+    std::vector<Item> items_, turns_;
+    std::unique_ptr<Counter[]> counters_;
+    int counter_count_ = 0;
+    int capacity_ = 0;                             // rows that the buffers hold
+    size_t wide_ = 0;                              // a row of x_
+    std::vector<float> x_, normed_, projected_, mixed_, gated_, logits_;
+    std::array<double, PHASES> seconds_{};
+    double lap_ = 0;
+};

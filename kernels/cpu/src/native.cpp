@@ -1,0 +1,291 @@
+// What Python sees of the kernels.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "model.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <typename T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Table = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+
+std::vector<const Variant*> variants() {
+    std::vector<const Variant*> found;
+#ifdef ESTAFET_X86
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        found.push_back(&avx512_variant);
+    if (avx2) found.push_back(&avx2_variant);
+#endif
+    found.push_back(&portable_variant);
+    return found;
+}
+
+std::vector<std::string> variant_names() {
+    std::vector<std::string> names;
+    for (const Variant* variant : variants()) names.push_back(variant->name);
+    return names;
+}
+
+const Variant& variant_named(const std::string& name) {
+    for (const Variant* variant : variants())
+        if (name == variant->name) return *variant;
+    throw std::invalid_argument("this processor does not run the kernels for " + name);
+}
+
+Kind kind_named(const std::string& name) {
+    if (name == "fp32" || name == "float32") return Kind::fp32;
+    if (name == "bf16" || name == "bfloat16") return Kind::bf16;
+    if (name == "fp16" || name == "float16") return Kind::fp16;
+    if (name == "fp8" || name == "fp8-per-tensor" || name == "float8") return Kind::fp8;
+    if (name == "int8") return Kind::int8;
+    throw std::invalid_argument("there is no kind of number " + name);
+}
+
+Matrix matrix_of(const std::string& kind, int outputs, int inputs, Array<uint8_t> data, Table<float> scales) {
+    Matrix m;
+    m.kind = kind_named(kind);
+    m.outputs = outputs;
+    m.inputs = inputs;
+    m.data = data.data();
+    const bool scaled = m.kind == Kind::fp8 || m.kind == Kind::int8;
+    if (outputs < 1 || inputs < 1 || m.kind == Kind::fp16 || data.size() != m.bytes() ||
+        (scaled && (scales.shape(0) != size_t(m.strips()) || scales.shape(1) != size_t(m.blocks()))))
+        throw std::invalid_argument("a packed matrix does not have the size of its shape");
+    m.scales = scaled ? scales.data() : nullptr;
+    return m;
+}
+
+class NativeModel {
+public:
+    NativeModel(const std::string& variant, const std::vector<int>& shape, double epsilon, Out<uint8_t> pool,
+                const std::string& page_kind, int page_tokens, Table<float> cos, Table<float> sin, int threads,
+                const std::vector<int>& cores)
+        : model_(variant_named(variant), shape_of(shape, epsilon), pool_of(shape, pool, page_kind, page_tokens), threads,
+                 cores) {
+        if (threads < 1) throw std::invalid_argument("a step needs at least one thread");
+        const Shape& s = model_.shape;
+        if (cos.shape(0) != size_t(s.context) || cos.shape(1) != size_t(s.head_dim / 2) || sin.size() != cos.size())
+            throw std::invalid_argument("the rotary tables do not have the model's shape");
+        model_.cos = cos.data();
+        model_.sin = sin.data();
+    }
+
+    void set_matrix(int layer, const std::string& name, const std::string& kind, int outputs, int inputs,
+                    Array<uint8_t> data, Table<float> scales) {
+        matrix(layer, name) = matrix_of(kind, outputs, inputs, data, scales);
+    }
+
+    void set_norm(int layer, const std::string& name, Array<float> weight) {
+        if (weight.size() != size_t(model_.shape.hidden))
+            throw std::invalid_argument("a norm does not have the model's width");
+        if (name == "final")
+            model_.final_norm = weight.data();
+        else if (name == "attention")
+            model_.layers.at(layer).attention_norm = weight.data();
+        else if (name == "ffn")
+            model_.layers.at(layer).ffn_norm = weight.data();
+        else
+            throw std::invalid_argument("there is no norm " + name);
+    }
+
+    void set_window(int layer, int window) { model_.layers.at(layer).window = window; }
+
+    // spans: [sequences][4] of first row, rows, position, where its table begins in `tables`.
+    // doubles: [wanted][6] of temperature, top_p, min_p, presence, frequency, repetition penalty.
+    // integers: [wanted][9] of seed, choice, position, top_k, mask (index or -1), first bias, biases, first log, prompt
+    // length; a log ends where the row's position does, and is used when first log is not -1.
+    // told: [wanted] logprobs wanted, or -1.
+    void step(Array<int32_t> tokens, Table<int32_t> spans, Array<int32_t> tables, Array<int32_t> wanted,
+              Table<double> doubles, Table<int64_t> integers, Table<uint32_t> masks, Array<int32_t> bias_ids,
+              Array<double> biases, Array<int32_t> logs, Array<int32_t> told, Out<int32_t> sampled, Out<float> logits,
+              Out<int32_t> top_ids, Out<double> top_logprobs) {
+        StepInput input;
+        input.rows = int(tokens.size());
+        input.tokens = tokens.data();
+        int covered = 0;
+        for (size_t i = 0; i < spans.shape(0); i++) {
+            const int32_t* s = spans.data() + 4 * i;
+            if (s[0] != covered || s[1] < 1 || s[3] < 0 || size_t(s[3]) > tables.size())
+                throw std::invalid_argument("spans do not cover the rows");
+            covered += s[1];
+            input.spans.push_back({s[0], s[1], s[2], tables.data() + s[3]});
+        }
+        const size_t count = wanted.size();
+        if (covered != input.rows || doubles.shape(0) != count || integers.shape(0) != count ||
+            doubles.shape(1) != 6 || integers.shape(1) != 9 || told.size() != count || sampled.size() != count)
+            throw std::invalid_argument("a step's arrays differ in length");
+        if (logits.size() && logits.size() != count * size_t(model_.shape.vocab))
+            throw std::invalid_argument("logits do not have the shape [rows that want them][vocabulary]");
+        input.wanted.assign(wanted.data(), wanted.data() + count);
+        const size_t most = count ? top_ids.size() / count : 0;
+        for (size_t i = 0; i < count; i++) {
+            const double* d = doubles.data() + 6 * i;
+            const int64_t* n = integers.data() + 9 * i;
+            Sampling s{d[0], d[1], d[2], d[3], d[4], d[5], uint64_t(n[0]), uint64_t(n[1]), uint64_t(n[2]), n[3],
+                       n[4] < 0 ? nullptr : masks.data() + size_t(n[4]) * masks.shape(1),
+                       bias_ids.data() + n[5], biases.data() + n[5], n[6],
+                       n[7] < 0 ? nullptr : logs.data() + n[7], n[8], told.data()[i],
+                       top_ids.data() + i * most, top_logprobs.data() + i * (most + 1)};
+            if (s.logprobs > int64_t(most)) throw std::invalid_argument("no room for the logprobs");
+            input.sampling.push_back(s);
+        }
+        input.sampled = sampled.data();
+        input.logits = logits.size() ? logits.data() : nullptr;
+        nb::gil_scoped_release released;
+        model_.step(input);
+    }
+
+    std::map<std::string, double> phase_seconds() const {
+        std::map<std::string, double> seconds;
+        for (int i = 0; i < PHASES; i++) seconds[phase_names[i]] = model_.seconds()[i];
+        return seconds;
+    }
+
+private:
+    static Shape shape_of(const std::vector<int>& s, double epsilon) {
+        if (s.size() != 8) throw std::invalid_argument("a shape has eight numbers");
+        for (int n : s)
+            if (n < 1) throw std::invalid_argument("a shape has positive numbers");
+        if (s[3] % s[4] || s[5] % 2) throw std::invalid_argument("heads do not fit");
+        return {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], float(epsilon)};
+    }
+    static Pool pool_of(const std::vector<int>& s, Out<uint8_t> data, const std::string& kind, int tokens) {
+        Pool pool{data.data(), kind_named(kind), tokens, s[2], s[4], s[5]};
+        if (tokens < 1 || data.size() % pool.page_bytes()) throw std::invalid_argument("the pool is not some whole pages");
+        return pool;
+    }
+    Matrix& matrix(int layer, const std::string& name) {
+        if (name == "embedding") return model_.embedding;
+        if (name == "head") return model_.head;
+        Layer& l = model_.layers.at(layer);
+        if (name == "q") return l.q;
+        if (name == "k") return l.k;
+        if (name == "v") return l.v;
+        if (name == "o") return l.o;
+        if (name == "gate") return l.gate;
+        if (name == "up") return l.up;
+        if (name == "down") return l.down;
+        throw std::invalid_argument("there is no matrix " + name);
+    }
+
+    Model model_;
+};
+
+// out [rows][outputs] = x [rows][inputs] times a packed matrix, strip by strip on one thread: for tests and benchmarks.
+void multiply(const std::string& variant, const std::string& kind, int outputs, int inputs, Array<uint8_t> data,
+              Table<float> scales, Table<float> x, Out<float> out) {
+    const Variant& v = variant_named(variant);
+    const Matrix m = matrix_of(kind, outputs, inputs, data, scales);
+    const int rows = int(x.shape(0));
+    if (x.shape(1) != size_t(inputs) || out.size() != size_t(rows) * outputs || rows < 1)
+        throw std::invalid_argument("shapes differ");
+    nb::gil_scoped_release released;
+    const Tiles tiles(rows, v.tile);
+    std::vector<float> packed(size_t(rows) * inputs), scratch(scratch_floats()), made(size_t(rows) * STRIP);
+    for (int r = 0; r < rows; r++) {
+        int step;
+        const size_t place = tiles.place(r, inputs, step);
+        for (int k = 0; k < inputs; k++) packed[place + size_t(k) * step] = x.data()[size_t(r) * inputs + k];
+    }
+    for (int s = 0; s < m.strips(); s++) {
+        v.strip(m, s, packed.data(), tiles, scratch.data(), made.data());
+        const int count = std::min(STRIP, outputs - s * STRIP);
+        for (int r = 0; r < rows; r++)
+            std::memcpy(out.data() + size_t(r) * outputs + s * STRIP, &made[size_t(r) * STRIP], size_t(count) * 4);
+    }
+}
+
+void embed(const std::string& variant, const std::string& kind, int outputs, int inputs, Array<uint8_t> data,
+           Table<float> scales, int token, Out<float> out) {
+    const Matrix m = matrix_of(kind, outputs, inputs, data, scales);
+    if (token < 0 || token >= outputs || out.size() != size_t(inputs)) throw std::invalid_argument("shapes differ");
+    variant_named(variant).embed(m, token, out.data());
+}
+
+// e to each x, as attention and SiLU take it.
+void gate(const std::string& variant, Array<float> gates, Array<float> ups, Out<float> out) {
+    if (gates.size() % LANES || ups.size() != gates.size() || out.size() != gates.size())
+        throw std::invalid_argument("shapes differ");
+    variant_named(variant).gate(gates.data(), ups.data(), out.data(), int(gates.size()));
+}
+
+double seconds_of(const std::function<void()>& work) {
+    const auto began = std::chrono::steady_clock::now();
+    work();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+// Bytes a second that `threads` threads read together from memory, each its own part of `megabytes` MiB; the best of five.
+double read_bandwidth(int threads, int megabytes) {
+    nb::gil_scoped_release released;
+    const Variant& v = *variants().front();
+    const size_t part = (size_t(megabytes) << 20) / threads / 512 * 512;
+    std::vector<uint8_t> data(part * threads, 1);
+    std::vector<uint64_t> results(threads);
+    Team team(threads, {});
+    double best = 1e9;
+    for (int round = 0; round < 5; round++)
+        best = std::min(best, seconds_of([&] {
+                            team.run([&](int i) { results[i] = v.read(data.data() + part * i, part); });
+                        }));
+    return double(part) * threads / best;
+}
+
+// FLOP a second of fp32 multiply-adds on `threads` threads; the best of five.
+double fma_rate(int threads) {
+    nb::gil_scoped_release released;
+    const Variant& v = *variants().front();
+    std::vector<double> flops(threads);
+    std::vector<float> results(threads);
+    Team team(threads, {});
+    double best = 0;
+    for (int round = 0; round < 5; round++) {
+        const double seconds =
+            seconds_of([&] { team.run([&](int i) { results[i] = v.multiply(2000000, &flops[i]); }); });
+        double total = 0;
+        for (double each : flops) total += each;
+        best = std::max(best, total / seconds);
+    }
+    return best;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Kernels for CPUs: one step of a model, and the parts of it that tests look at.";
+    m.def("variants", &variant_names, "The variants that this processor runs, the fastest first.");
+    m.def("multiply", &multiply, "variant"_a, "kind"_a, "outputs"_a, "inputs"_a, "data"_a, "scales"_a, "x"_a, "out"_a);
+    m.def("embed", &embed, "variant"_a, "kind"_a, "outputs"_a, "inputs"_a, "data"_a, "scales"_a, "token"_a, "out"_a);
+    m.def("gate", &gate, "variant"_a, "gates"_a, "ups"_a, "out"_a);
+    m.def("read_bandwidth", &read_bandwidth, "threads"_a, "megabytes"_a = 1024);
+    m.def("fma_rate", &fma_rate, "threads"_a);
+    nb::class_<NativeModel>(m, "Model")
+        .def(nb::init<const std::string&, const std::vector<int>&, double, Out<uint8_t>, const std::string&, int,
+                      Table<float>, Table<float>, int, const std::vector<int>&>(),
+             "variant"_a, "shape"_a, "epsilon"_a, "pool"_a, "page_kind"_a, "page_tokens"_a, "cos"_a, "sin"_a, "threads"_a,
+             "cores"_a)
+        .def("set_matrix", &NativeModel::set_matrix, "layer"_a, "name"_a, "kind"_a, "outputs"_a, "inputs"_a, "data"_a,
+             "scales"_a)
+        .def("set_norm", &NativeModel::set_norm, "layer"_a, "name"_a, "weight"_a)
+        .def("set_window", &NativeModel::set_window, "layer"_a, "window"_a)
+        .def("step", &NativeModel::step)
+        .def("phase_seconds", &NativeModel::phase_seconds);
+}

@@ -1,0 +1,137 @@
+// What the variants share with the rest: shapes, rows in tiles, and the table of functions of a variant.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "halves.h"
+
+// Compiled into every variant and never merged by the linker: one built for AVX-512 must not be the one that all use.
+#define OWN inline __attribute__((always_inline))
+
+constexpr int STRIP = 64;     // outputs of a strip of packed weights
+constexpr int BLOCK = 128;    // inputs that are summed up before they are multiplied by their scale
+constexpr int KEYS = 64;      // positions of a block of attention, at absolute boundaries
+constexpr int LANES = 16;     // what every reduction is cut into
+
+// A packed matrix: [strips][inputs][64] codes, [strips][blocks] scales (null when the kind has none).
+struct Matrix {
+    const uint8_t* data = nullptr;
+    const float* scales = nullptr;
+    Kind kind = Kind::fp32;
+    int outputs = 0, inputs = 0;
+
+    OWN int strips() const { return (outputs + STRIP - 1) / STRIP; }
+    OWN int blocks() const { return (inputs + BLOCK - 1) / BLOCK; }
+    OWN size_t strip_bytes() const { return size_t(inputs) * STRIP * bytes_of(kind); }
+    OWN const uint8_t* strip(int s) const { return data + s * strip_bytes(); }
+    OWN size_t bytes() const { return strips() * strip_bytes(); }
+};
+
+// Rows cut into tiles of nearly equal size. Number `k` of row `r` of tile `t` lies at
+// start(t) * width + k * size(t) + r: a product broadcasts the rows of one k from neighbouring places.
+struct Tiles {
+    int rows = 0, count = 0;
+
+    OWN Tiles(int rows, int most) : rows(rows), count((rows + most - 1) / most) {}
+    OWN int start(int t) const { return int(int64_t(rows) * t / count); }
+    OWN int size(int t) const { return start(t + 1) - start(t); }
+    OWN int of(int row) const {
+        int t = int(int64_t(row) * count / rows);
+        while (start(t + 1) <= row) t++;
+        while (start(t) > row) t--;
+        return t;
+    }
+    // Where row `row` of a buffer of `width` numbers a row begins, and how far its numbers are apart.
+    OWN size_t place(int row, int width, int& step) const {
+        const int t = of(row);
+        step = size(t);
+        return size_t(start(t)) * width + (row - start(t));
+    }
+};
+
+// A pool of KV pages: [pages][layers][2][kv_heads]{[tokens][head_dim] numbers, fp8: then [tokens] fp32 scales}.
+struct Pool {
+    uint8_t* data = nullptr;
+    Kind kind = Kind::fp32;
+    int tokens = 0, layers = 0, kv_heads = 0, head_dim = 0;
+
+    OWN size_t head_bytes() const {
+        return size_t(tokens) * (size_t(head_dim) * bytes_of(kind) + (kind == Kind::fp8 ? 4 : 0));
+    }
+    OWN size_t page_bytes() const { return head_bytes() * kv_heads * 2 * layers; }
+    // Where the numbers of a head's tokens begin; `which` is 0 for keys, 1 for values.
+    OWN uint8_t* head(int64_t page, int layer, int which, int kv_head) const {
+        return data + page * page_bytes() + ((size_t(layer) * 2 + which) * kv_heads + kv_head) * head_bytes();
+    }
+};
+
+// How a row is sampled; see engine.sampling for the rule.
+struct Sampling {
+    double temperature, top_p, min_p, presence, frequency, repetition;
+    uint64_t seed, choice, position;
+    int64_t top_k;
+    const uint32_t* mask;                          // allowed ids as bits, or null
+    const int32_t* bias_ids;                       // ids that have a bias,
+    const double* biases;                          // and the biases
+    int64_t bias_count;
+    const int32_t* log;                            // the tokens before `position`, or null
+    int64_t prompt_length;
+    int64_t logprobs;                              // how many of the likeliest to tell; -1: no logprob at all
+    int32_t* top_ids;                              // [logprobs] out
+    double* top_logprobs;                          // [1 + logprobs] out: the token's own first
+};
+
+// Queries of one sequence that share a KV head: `rows` rows of `group` heads each.
+struct Attention {
+    const Pool* pool;
+    const int32_t* table;                          // page indexes of the sequence
+    int layer, kv_head, group;
+    int position;                                  // of the first row
+    int rows;
+    int window;                                    // positions that a query sees at most; 0: all before it
+    const float* queries;                          // [rows][stride]: `group` heads side by side, scaled
+    size_t stride;
+};
+
+// One variant of the kernels. All variants give the same bits.
+struct Variant {
+    const char* name;
+    int tile;                                      // rows of a tile at most
+    int direct;                                    // up to so many rows, weights are converted in registers
+
+    // Sums [rows][64] of a strip: `x` in tiles, `scratch` of scratch_floats(), `out` rows 64 apart.
+    void (*strip)(const Matrix&, int strip, const float* x, const Tiles&, float* scratch, float* out);
+    // out = silu(gate) * up, n numbers.
+    void (*gate)(const float* gates, const float* ups, float* out, int n);
+    // x / rms(x) * weight of `width` numbers, zeros behind them up to a multiple of 16; out may be apart by `step`.
+    void (*norm)(const float* x, const float* weight, float epsilon, int width, float* out, int step);
+    // Rotate the pairs (i, i + half) of a head in place, and multiply by `scale`.
+    void (*rotate)(float* head, const float* cos, const float* sin, int half, float scale);
+    // Round a head's key or value to the page's kind and store it as token `token` of a page.
+    void (*keep)(const Pool&, uint8_t* head, int token, const float* numbers);
+    // Attention of few rows; out [rows][group * head_dim] apart by `width`. Scratch of attention_floats().
+    void (*attend)(const Attention&, float* scratch, float* out);
+    // One row of the embedding: number k of output `token` of the matrix, as float32.
+    void (*embed)(const Matrix&, int token, float* out);
+    // The token that follows a row with these logits, or -1; scratch of 3 * vocab doubles.
+    int (*sample)(const float* logits, int vocab, const Sampling&, double* scratch);
+    // Reads `bytes` once; what it returns depends on all of them.
+    uint64_t (*read)(const uint8_t* data, size_t bytes);
+    // Runs `rounds` rounds of independent multiply-adds in registers; their FLOPs go to `flops`.
+    float (*multiply)(int64_t rounds, double* flops);
+};
+
+// Rows of attention that are computed together, by the number of query heads that share a KV head.
+OWN int attention_rows(int group) { return group >= 48 ? 1 : 48 / group; }
+OWN size_t padded(size_t n) { return (n + LANES - 1) / LANES * LANES; }
+OWN size_t scratch_floats() { return size_t(BLOCK) * STRIP; }
+OWN size_t attention_floats(int head_dim, int group) {
+    const size_t wide = padded(size_t(head_dim)), queries = size_t(attention_rows(group)) * group + 16;
+    // keys and values of a block, keys again by dimension; queries by tile; weights, sums, outputs
+    return 3 * KEYS * wide + queries * (2 * wide + 2 * KEYS + 4) + 16 * wide;
+}
+
+extern const Variant portable_variant;
+#ifdef ESTAFET_X86
+extern const Variant avx2_variant, avx512_variant;
+#endif

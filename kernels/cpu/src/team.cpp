@@ -1,0 +1,110 @@
+#include "team.h"
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int SPINS_IN_STEP = 4000;       // some 100 µs: phases differ by less, unless a thread lost its core
+constexpr int SPINS_BETWEEN_STEPS = 2000;
+
+void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+void pin(std::thread& thread, int core) {
+#if defined(__linux__)
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(core, &set);
+    pthread_setaffinity_np(thread.native_handle(), sizeof set, &set);  // a wish: without it results are the same
+#else
+    (void)thread;
+    (void)core;
+#endif
+}
+
+// Kernels are specified with subnormal numbers and rounding to nearest, whatever a library has set for its own.
+class FloatRules {
+public:
+#if defined(__x86_64__)
+    FloatRules() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+    ~FloatRules() { _mm_setcsr(before_); }
+
+private:
+    unsigned before_;
+#endif
+};
+
+}  // namespace
+
+void Signal::advance() {
+    value_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst)) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        changed_.notify_all();
+    }
+}
+
+void Signal::wait(uint32_t old, int spins) {
+    for (int i = 0; i < spins; i++) {
+        if (value() != old) return;
+        pause();
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    // Whoever advances after this line sees a sleeper, and notifies under the lock.
+    changed_.wait(lock, [&] { return value_.load(std::memory_order_seq_cst) != old; });
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+Team::Team(int threads, const std::vector<int>& cores) : threads_(threads) {
+    for (int number = 1; number < threads; number++) {
+        helpers_.emplace_back([this, number] { help(number); });
+        if (int(cores.size()) == threads) pin(helpers_.back(), cores[number]);
+    }
+}
+
+Team::~Team() {
+    stopping_ = true;
+    started_.advance();
+    for (auto& helper : helpers_) helper.join();
+}
+
+void Team::run(const std::function<void(int)>& job) {
+    FloatRules rules;
+    job_ = &job;
+    if (threads_ > 1) started_.advance();
+    job(0);
+    barrier();
+}
+
+void Team::help(int number) {
+    FloatRules rules;
+    for (uint32_t seen = 0;; seen++) {
+        started_.wait(seen, SPINS_BETWEEN_STEPS);
+        if (stopping_) return;
+        (*job_)(number);
+        barrier();
+    }
+}
+
+void Team::barrier() {
+    if (threads_ == 1) return;
+    const uint32_t now = met_.value();
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
+        arrived_.store(0, std::memory_order_relaxed);
+        met_.advance();
+    } else {
+        met_.wait(now, SPINS_IN_STEP);
+    }
+}

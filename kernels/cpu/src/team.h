@@ -1,0 +1,50 @@
+// A few threads that do one thing together. They spin for a moment where they wait for each other, then sleep: on cores
+// shared with other workers a thread that spins takes the time that the others wait for.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+// A number that goes up; who waits for it spins briefly, then sleeps.
+class Signal {
+public:
+    uint32_t value() const { return value_.load(std::memory_order_acquire); }
+    void advance();
+    // Returns when the value is no longer `old`.
+    void wait(uint32_t old, int spins);
+
+private:
+    alignas(64) std::atomic<uint32_t> value_{0};
+    alignas(64) std::atomic<int> sleepers_{0};
+    std::mutex mutex_;
+    std::condition_variable changed_;
+};
+
+class Team {
+public:
+    // `threads` includes the caller of run; helper i is pinned to cores[i] when cores has one for each thread.
+    Team(int threads, const std::vector<int>& cores);
+    ~Team();
+    Team(const Team&) = delete;
+    Team& operator=(const Team&) = delete;
+
+    int threads() const { return threads_; }
+    // Calls job(0) here and job(1 … threads - 1) in the helpers; returns when all have returned.
+    void run(const std::function<void(int)>& job);
+    // For jobs: returns when every thread of the team has called it.
+    void barrier();
+
+private:
+    void help(int number);
+
+    const int threads_;
+    const std::function<void(int)>* job_ = nullptr;
+    bool stopping_ = false;
+    Signal started_, met_;
+    alignas(64) std::atomic<int> arrived_{0};
+    std::vector<std::thread> helpers_;
+};
