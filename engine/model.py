@@ -6,7 +6,9 @@
     tokenizer.json        for the `tokenizers` package
     chat_template.jinja   absent when the model has none
     weights.safetensors   float32, named and laid out as Hugging Face Llama checkpoints are; or several,
-                          weights-*.safetensors; or links to such files of the model itself
+                          weights-*.safetensors; or links to such files of the model itself, of an FP8
+                          checkpoint with its codes and scales as they are
+    packed/               made of them when they are first needed (kernels.packed)
 """
 
 from __future__ import annotations

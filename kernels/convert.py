@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
-import struct
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,10 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.errors import ModelError
+from kernels.quantize import E4M3_NAN
+from kernels.safetensors_file import safetensors_header
+from kernels.source import E4M3
+from kernels.weights import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -47,10 +49,14 @@ _SCALES: dict[str, tuple[tuple[type[np.generic], int], tuple[int, ...]]] = {
     "Q4_1": (_HALF, (0, 2)),
     "Q4_K": (_HALF, (0, 2)),
     "Q6_K": (_HALF, (208,)),
+    E4M3: ((np.uint8, E4M3_NAN), (0,)),
 }
 
 
-def check_types(plans: list[TensorPlan], known: Collection[str] = tuple(_SCALES)) -> None:
+GGUF_TYPES = tuple(kind for kind in _SCALES if kind != E4M3)
+
+
+def check_types(plans: list[TensorPlan], known: Collection[str] = GGUF_TYPES) -> None:
     """ModelError naming the first tensor whose type is not one of the `known` ones."""
     for plan in plans:
         if plan.source.type not in known:
@@ -61,7 +67,8 @@ def check_types(plans: list[TensorPlan], known: Collection[str] = tuple(_SCALES)
 
 
 def check_numbers(plans: list[TensorPlan], advance: Callable[[int], object]) -> str:
-    """Refuse NaN and Inf anywhere; the content hash of all weights (32 hexadecimal digits).
+    """Refuse NaN and Inf anywhere, and scales that are not positive; the content hash of all weights (32
+    hexadecimal digits).
 
     ModelError names the tensor. Reads every byte once, in small pieces; `advance(numbers)` is called as
     numbers are checked.
@@ -70,7 +77,7 @@ def check_numbers(plans: list[TensorPlan], advance: Callable[[int], object]) -> 
     def digest(plan: TensorPlan) -> bytes:
         tensor = plan.source
         (word, mask), offsets = _SCALES[tensor.type]
-        block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type]][1]
+        block_bytes = 1 if tensor.type == E4M3 else GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type]][1]
         content = hashlib.blake2b()
         step = CHECK_BYTES // block_bytes * block_bytes
         for start in range(0, tensor.size, step):
@@ -84,6 +91,8 @@ def check_numbers(plans: list[TensorPlan], advance: Callable[[int], object]) -> 
                     raise ModelError(
                         f"{tensor.path}: tensor {tensor.name} holds NaN or Inf; fetch the file again"
                     )
+        if plan.scales is not None:
+            content.update(StoredTensor(plan.name, tensor, plan.scales).block_scales().data)
         label = f"{plan.name} {tensor.type} {tensor.shape} ".encode()
         return hashlib.blake2b(label + content.digest()).digest()
 
@@ -110,33 +119,21 @@ def write_safetensors(plans: list[TensorPlan], path: Path, advance: Callable[[in
     `advance(numbers)` is called as numbers are written. Needs a few chunks of memory, whatever
     the model's size. OSError when the disk is full.
     """
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts: list[int] = []
-    end = 0
-    for plan in plans:
-        starts.append(end)
-        end += 4 * plan.source.elements
-        table[plan.name] = {
-            "dtype": "F32",
-            "shape": list(plan.source.shape),
-            "data_offsets": [starts[-1], end],
-        }
-    text = json.dumps(table).encode()
-    text += b" " * (-len(text) % 64)  # so that a mapped file gives aligned rows
+    header, starts = safetensors_header({plan.name: ("F32", plan.source.shape) for plan in plans})
     with path.open("wb") as out, worker_pool() as pool:
-        out.write(struct.pack("<Q", len(text)) + text)
+        out.write(header)
         out.flush()
-        base, number = out.tell(), out.fileno()
+        number = out.fileno()
 
         def convert(plan: TensorPlan, rows: slice, position: int) -> int:
             numbers = _rows(plan, rows)
-            write_at(number, numbers.data.cast("B"), base + position)
+            write_at(number, numbers.data.cast("B"), position)
             return numbers.size
 
         pending: deque[Future[int]] = deque()
-        for plan, start in zip(plans, starts, strict=True):
+        for plan in plans:
             for rows in _chunks(plan):
-                position = start + 4 * rows.start * plan.source.shape[-1]
+                position = starts[plan.name] + 4 * rows.start * plan.source.shape[-1]
                 pending.append(pool.submit(convert, plan, rows, position))
         while pending:
             advance(pending.popleft().result())

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from engine.model import ModelConfig
 from kernels.facts import Facts, shown
+from kernels.formats import BLOCK
+from kernels.source import E4M3
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,17 +37,33 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "logits_scaling": (1,),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
-    "quantization_config": (),
     "compression_config": (),
     "auto_map": (),
     "is_encoder_decoder": (False,),
 }
 PLAIN_LAYERS = "full_attention"
+QUANTIZATION = "quantization_config"
+BLOCK_SIZE = "weight_block_size"
+QUANTIZED: dict[str, tuple[object, ...]] = {
+    # key of quantization_config: the values that we run as they are meant
+    "quant_method": ("fp8",),
+    "fmt": ("e4m3",),
+    BLOCK_SIZE: ([BLOCK, BLOCK],),
+    # How activations are rounded where 8-bit products are taken; ours stay float32.
+    "activation_scheme": ("dynamic",),
+    "dequantize": (False,),
+    "scale_fmt": ("float",),
+    "expert_dtype": ("fp8",),
+    "modules_to_convert": ([],),
+}
+LEFT_OUT = ("modules_to_not_convert", "ignored_layers")
+"""Two names for the list of modules that are not FP8; which ones are not, the types of the tensors say."""
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
     """The model's configuration without `weights_id`; its special tokens as config and generation config
-    have them. ModelError, naming the key and its value, when it is not a plain Llama."""
+    have them, `stored` F8_E4M3 when it says that the checkpoint is FP8 and F32 otherwise. ModelError, naming
+    the key and its value, when it is not a plain Llama, or quantised in another way."""
     facts = Facts.read_json(folder / "config.json")
     _refuse_variants(facts)
     hidden, heads = facts.count("hidden_size"), facts.count("num_attention_heads")
@@ -70,6 +88,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
         bos_token=facts.token("bos_token_id", vocab_size),
         eos_tokens=_eos_tokens(folder, facts, vocab_size),
         weights_id="",
+        stored=E4M3 if _is_fp8(facts) else "F32",
     )
 
 
@@ -95,6 +114,30 @@ def _refuse_variants(facts: Facts) -> None:
         not isinstance(layer_types, list) or any(kind != PLAIN_LAYERS for kind in layer_types)
     ):
         raise facts.wrong(f"layer_types is {shown(layer_types)}: only {PLAIN_LAYERS!r} is served yet")
+
+
+def _is_fp8(facts: Facts) -> bool:
+    """Whether the weights are block-wise FP8; ModelError when they are quantised in another way."""
+    table = facts.table(QUANTIZATION, {})
+    if not table:
+        return False
+    quantization = Facts(facts.path, table, kind=f"{QUANTIZATION}.")
+    for key, known in QUANTIZED.items():
+        value = quantization.get(key)
+        if value not in known and (value is not None or key in ("quant_method", BLOCK_SIZE)):
+            raise facts.wrong(f"{QUANTIZATION}.{key} is {shown(value)}: only {known[0]!r} is served yet")
+    for key in LEFT_OUT:
+        names = quantization.get(key)
+        if names is not None and not (
+            isinstance(names, list) and all(isinstance(name, str) for name in names)
+        ):
+            raise facts.wrong(f"{QUANTIZATION}.{key} is {shown(names)}, not a list of names")
+    for key, value in table.items():
+        if key not in QUANTIZED and key not in LEFT_OUT and value is not None:
+            raise facts.wrong(
+                f"{QUANTIZATION}.{shown(key)} is {shown(value)}: such models are not served yet"
+            )
+    return True
 
 
 def _rope_theta(facts: Facts) -> float:

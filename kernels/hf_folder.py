@@ -17,8 +17,8 @@ from kernels.facts import Facts, shown
 from kernels.hf_config import read_hf_config
 from kernels.hf_tokenizer import read_special_token, read_template, read_tokenizer
 from kernels.safetensors_file import ITEM_BYTES, SafetensorsFile, read_safetensors
-from kernels.source import ModelSource, TensorInfo, TensorPlan
-from kernels.weights import EMBEDDING, HEAD, tensor_shapes
+from kernels.source import E4M3, ModelSource, TensorInfo, TensorPlan
+from kernels.weights import EMBEDDING, HEAD, SCALES_SUFFIX, SCALES_TYPES, scales_shape, tensor_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +44,8 @@ def read_hf_folder(folder: Path) -> ModelSource:
         bos_token=config.bos_token if bos is None else bos,
         eos_tokens=config.eos_tokens if eos is None else tuple(dict.fromkeys((eos, *config.eos_tokens))),
     )
-    mappable = all(file.mappable for file in files)
+    # Codes and scales stay as they are; to make float32 of them would be four times as much.
+    mappable = config.stored == E4M3 or all(file.mappable for file in files)
     return ModelSource(
         config,
         plans,
@@ -92,6 +93,31 @@ def _read_shards(folder: Path) -> tuple[list[SafetensorsFile], dict[str, TensorI
     return list(files.values()), tensors
 
 
+def _find_scales(
+    config: ModelConfig, tensor: TensorInfo, tensors: Mapping[str, TensorInfo]
+) -> TensorInfo | None:
+    """The scales that belong to a matrix of e4m3fn codes; None for other tensors."""
+    if tensor.type != E4M3:
+        return None
+    if config.stored != E4M3 or len(tensor.shape) != 2:
+        why = "is no matrix" if config.stored == E4M3 else "config.json has no quantization_config"
+        raise ModelError(
+            f"{tensor.path}: tensor {tensor.name} has the type {E4M3}, but {why}; fetch both again"
+        )
+    name, shape = tensor.name + SCALES_SUFFIX, scales_shape(tensor.shape)
+    scales = tensors.get(name)
+    if scales is None:
+        raise ModelError(
+            f"{tensor.path}: tensor {name}, the scales of {tensor.name}, is missing; fetch it again"
+        )
+    if scales.shape != shape or scales.type not in SCALES_TYPES:
+        raise ModelError(
+            f"{scales.path}: tensor {name} is {scales.type} {list(scales.shape)}, not "
+            f"{' or '.join(SCALES_TYPES)} {list(shape)}, one for each block of 128 × 128; fetch both again"
+        )
+    return scales
+
+
 def _plan_tensors(folder: Path, config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> list[TensorPlan]:
     """Every tensor of the model in the order of computation; ModelError unless the folder has just these."""
     plans = []
@@ -105,11 +131,22 @@ def _plan_tensors(folder: Path, config: ModelConfig, tensors: Mapping[str, Tenso
                 f"{tensor.path}: tensor {name} has the shape {list(tensor.shape)}, config.json asks for "
                 f"{list(shape)}; fetch both again"
             )
-        plans.append(TensorPlan(tensor, name))
+        plans.append(TensorPlan(tensor, name, scales=_find_scales(config, tensor, tensors)))
     check_types(plans, ITEM_BYTES)
+    scales = {plan.scales.name for plan in plans if plan.scales is not None}
+    if config.stored == E4M3 and not scales:
+        raise ModelError(
+            f"{folder}: config.json says that the model is FP8, but none of its tensors is {E4M3}"
+        )
     for name, tensor in tensors.items():
-        if name in shapes or _FREQUENCIES.fullmatch(name):
+        if name in shapes or name in scales or _FREQUENCIES.fullmatch(name):
             continue
+        matrix = name.removesuffix(SCALES_SUFFIX)
+        if matrix != name and matrix in shapes:
+            raise ModelError(
+                f"{tensor.path}: tensor {name} holds scales, but {matrix} is {tensors[matrix].type} and no "
+                f"matrix of {E4M3}; fetch the model again"
+            )
         # A tied model may carry its head, as long as that is the embedding.
         embedding = tensors[EMBEDDING]
         tied = name == HEAD and (tensor.type, tensor.shape) == (embedding.type, embedding.shape)

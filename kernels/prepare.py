@@ -29,7 +29,7 @@ from kernels.weight_files import link_weights, read_weight_files
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORMAT = 2
+FORMAT = 3
 """To be raised whenever the same source would make another folder: it is part of the folder's name."""
 PARTIAL = ".partial-"
 SPARE_BYTES = 64 << 20
@@ -163,7 +163,8 @@ def _convert(source: Path, folder: Path, progress: bool) -> None:
 
     # Checking is worth a bar for large models only, and none stays when there is something to say instead.
     with bar("checking", leave=False, delay=1.0) as checking:
-        config = msgspec.structs.replace(model.config, weights_id=check_numbers(model.plans, checking.update))
+        weights_id = check_numbers(model.plans, checking.update)
+    config = msgspec.structs.replace(model.config, weights_id=weights_id, stored=model.stored)
     if model.as_they_are:
         link_weights(folder, model.as_they_are)
     else:

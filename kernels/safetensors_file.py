@@ -1,4 +1,4 @@
-"""Read the header of a safetensors file: which tensors it holds and where they lie.
+"""The header of a safetensors file: which tensors it holds and where they lie.
 
 Format: https://github.com/huggingface/safetensors#format. The package's own reader allocates what a header
 claims and says neither the file nor the tensor in its errors. This one checks every length against
@@ -8,11 +8,13 @@ by a ModelError only.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
+import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -21,6 +23,7 @@ from kernels.facts import shown
 from kernels.source import E4M3, TensorInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 MAX_HEADER_BYTES = 100_000_000
@@ -77,6 +80,24 @@ def read_safetensors(path: Path, remedy: str = "fetch the file again") -> Safete
     except _DamagedError as error:
         raise ModelError(f"{path}: {error}; {remedy}") from None
     return SafetensorsFile(path, facts.st_mtime_ns, tensors)
+
+
+def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file that shall hold these, {name: (type, shape)}; where in the file each begins.
+
+    Types of more bytes come first, else the order stays, and the first tensor begins on a multiple of 64
+    bytes: all of them can be mapped as they are.
+    """
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (kind, shape) in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]):
+        start, end = end, end + ITEM_BYTES[kind] * math.prod(shape)
+        table[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(table).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    base = 8 + len(text)
+    starts = {name: base + entry["data_offsets"][0] for name, entry in table.items() if name in tensors}
+    return struct.pack("<Q", len(text)) + text, starts
 
 
 class _DamagedError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,3 +85,14 @@ class ModelSource:
     template: str | None
     as_they_are: tuple[tuple[Path, int], ...] = ()
     """(file, its modification time in ns): safetensors that may be mapped where they lie; empty: convert."""
+
+    @property
+    def stored(self) -> str:
+        """The type of most numbers of the layers' matrices; F8_E4M3 as soon as there is a matrix of that."""
+        numbers: Counter[str] = Counter()
+        for plan in self.plans:
+            if plan.source.type == E4M3:
+                return E4M3
+            if len(plan.source.shape) == 2 and plan.name.startswith("model.layers."):
+                numbers[plan.source.type] += plan.source.elements
+        return numbers.most_common(1)[0][0]

@@ -31,6 +31,7 @@ FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 SCALES_SUFFIX = "_scale_inv"
 """What the tensor of a matrix's scales is called after the matrix."""
+SCALES_TYPES = ("F32", "BF16")
 STORED_KINDS: dict[str, WeightKind] = {"F32": "fp32", "F16": "fp32", "BF16": "bf16", E4M3: "fp8"}
 """The kind that keeps the numbers of a type as they are."""
 
@@ -160,7 +161,7 @@ def _stored(
     info = checked(name, shape, (E4M3, "BF16", "F16", "F32") if matrix else ("BF16", "F16", "F32"))
     if info.type != E4M3:
         return StoredTensor(name, info)
-    return StoredTensor(name, info, checked(name + SCALES_SUFFIX, scales_shape(shape), ("F32", "BF16")))
+    return StoredTensor(name, info, checked(name + SCALES_SUFFIX, scales_shape(shape), SCALES_TYPES))
 
 
 def default_format(folder: Path, config: ModelConfig) -> WeightFormat:

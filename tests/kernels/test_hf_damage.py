@@ -53,7 +53,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "window": ({"sliding_window": 4096}, "sliding_window is 4096"),
     "layer types": ({"layer_types": ["sliding_attention"]}, "layer_types is ['sliding_attention']"),
-    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None"),
     "tp": ({"pretraining_tp": 2}, "pretraining_tp is 2"),
     "own code": ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map is"),
     "no size": ({"hidden_size": None}, "hidden_size is missing"),
