@@ -437,7 +437,7 @@ def _write(
 
 def _plan(stored: dict[str, StoredTensor], config: ModelConfig, weight_format: WeightFormat) -> _Table:
     """Where everything will lie; checksums are 0 yet."""
-    kinds = {name: _kind(tensor, config, weight_format) for name, tensor in stored.items()}
+    kinds = {name: kind_of(tensor, config, weight_format) for name, tensor in stored.items()}
     # The table grows with the checksums: ten digits each at most. What it leaves is never read.
     end = _PREFIX.size + sum(len(name) + 256 for name in stored) + 1024
 
@@ -461,7 +461,7 @@ def _plan(stored: dict[str, StoredTensor], config: ModelConfig, weight_format: W
     return _Table(config.weights_id, weight_format, end, tensors)
 
 
-def _kind(tensor: StoredTensor, config: ModelConfig, weight_format: WeightFormat) -> WeightKind:
+def kind_of(tensor: StoredTensor, config: ModelConfig, weight_format: WeightFormat) -> WeightKind:
     """How a tensor is packed: as the format says, with two exceptions.
 
     Norms are float32. And what the makers of an FP8 checkpoint kept out of FP8 stays as they stored it, but
@@ -474,24 +474,33 @@ def _kind(tensor: StoredTensor, config: ModelConfig, weight_format: WeightFormat
     return STORED_KINDS[tensor.info.type] if kind == "fp8" and left_out else kind
 
 
+def row_chunks(outputs: int, inputs: int) -> list[tuple[int, int]]:
+    """(first row, row after the last) of each part of a matrix that is worked on at a time: whole blocks."""
+    step = max(1, CHUNK_ELEMENTS // (BLOCK * inputs)) * BLOCK
+    return [(start, min(start + step, outputs)) for start in range(0, outputs, step)]
+
+
 def _packed_parts(tensor: StoredTensor, kind: WeightKind) -> Iterator[Quantized]:
     """(items in strips, scales [strips, k-blocks]) of some rows of a matrix after the other."""
     outputs, inputs = tensor.info.shape
-    step = max(1, CHUNK_ELEMENTS // (BLOCK * inputs)) * BLOCK
-    chunks = [(start, min(start + step, outputs)) for start in range(0, outputs, step)]
+    chunks = row_chunks(outputs, inputs)
     maximum = None
     if kind == "fp8-per-tensor":
         maximum = max(float(np.abs(_finite(tensor, *chunk)).max()) for chunk in chunks)
     for start, stop in chunks:
-        items, scales = _items(tensor, kind, start, stop, maximum)
+        items, scales = items_of(tensor, kind, start, stop, maximum)
         strips = -(-(stop - start) // STRIP)
         yield Quantized(to_strips(items), np.repeat(scales, BLOCK // STRIP, axis=0)[:strips])
 
 
-def _items(
+def items_of(
     tensor: StoredTensor, kind: WeightKind, start: int, stop: int, maximum: float | None
 ) -> tuple[NDArray[Any], Floats]:
-    """Some rows as items of the kind, and the scales of their blocks."""
+    """Some rows, from `row_chunks`, as items of the kind, and the scales of their blocks (none: empty).
+
+    Codes that are stored are taken as they are. `maximum`: for `quantize`. ModelError, naming the tensor, for
+    numbers that cannot be computed with.
+    """
     none = np.empty(scales_shape((stop - start, 0)), np.float32)
     if kind == "fp8" and tensor.info.type == E4M3:
         return tensor.codes(start, stop), tensor.block_scales()[start // BLOCK : -(-stop // BLOCK)]

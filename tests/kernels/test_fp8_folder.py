@@ -16,11 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
 from engine.model import CONFIG, read_config
+from engine.text import TextCodec
 from kernels.formats import WeightFormat
 from kernels.packed import PackedWeights, pack
 from kernels.quantize import dequantize, quantize
 from kernels.safetensors_file import read_safetensors, safetensors_header
 from kernels.weights import EMBEDDING, HEAD, Weights, default_format
+from tools.quantize import quantize_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -263,6 +265,24 @@ def test_headers_that_are_written_are_read(
     assert {name: (tensor.type, tensor.shape) for name, tensor in found.items()} == given_tensors
     assert {name: tensor.offset for name, tensor in found.items()} == starts
     assert all(tensor.offset % items[tensor.type] == 0 for tensor in found.values())
+
+
+@pytest.mark.model
+def test_the_default_model_answers_from_its_fp8_folder(tmp_path: Path, model_folder: Path) -> None:
+    report = quantize_model(model_folder, tmp_path / "out", "bf16", progress=False)
+    assert report.matrix_bytes <= 0.52 * report.matrix_bf16_bytes
+    folder = prepared(tmp_path / "out")
+    config = read_config(folder)
+    messages: list[dict[str, object]] = [{"role": "user", "content": "What is the capital of France?"}]
+    codec = TextCodec.load(folder)
+    prompt = codec.encode_chat(messages)
+    assert prompt == TextCodec.load(model_folder).encode_chat(messages)
+    pages = Pages("torch", folder, config, pages=16, threads=2)
+    tokens = [int(pages.step([Chunk(0, 0, prompt, "last")]).logits[-1].argmax())]
+    while len(tokens) < 8:
+        position = len(prompt) + len(tokens) - 1
+        tokens.append(int(pages.step([Chunk(0, position, [tokens[-1]], "last")]).logits[-1].argmax()))
+    assert codec.decode(tokens).startswith("The capital of France is Paris.")
 
 
 # ── refused by name ───────────────────────────────────────────────────────────────────────────
