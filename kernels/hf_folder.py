@@ -29,6 +29,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Old checkpoints keep what follows from `rope_theta`."""
+_TWINS = {HEAD: EMBEDDING, HEAD + SCALES_SUFFIX: EMBEDDING + SCALES_SUFFIX}
+"""The head's tensors, and those of which they are copies when the model is tied."""
 
 
 def read_hf_folder(folder: Path) -> ModelSource:
@@ -148,9 +150,9 @@ def _plan_tensors(folder: Path, config: ModelConfig, tensors: Mapping[str, Tenso
                 f"matrix of {E4M3}; fetch the model again"
             )
         # A tied model may carry its head, as long as that is the embedding.
-        embedding = tensors[EMBEDDING]
-        tied = name == HEAD and (tensor.type, tensor.shape) == (embedding.type, embedding.shape)
-        if not (tied and same_numbers(tensor, embedding)):
+        twin = tensors.get(_TWINS.get(name, ""))
+        tied = twin is not None and (tensor.type, tensor.shape) == (twin.type, twin.shape)
+        if not (twin and tied and same_numbers(tensor, twin)):
             raise ModelError(
                 f"{tensor.path}: tensor {shown(name)} is not part of a plain Llama model of {config.layers} "
                 f"layers{' with tied embeddings' * config.tied_embeddings}: such models are not served yet"

@@ -299,14 +299,15 @@ def pack(folder: Path, weight_format: WeightFormat, progress: bool = False, veri
     """
     config = read_config(folder)
     path = packed_file(folder, config, weight_format)
-    if _is_whole(path, config, weight_format, verify):
+    if (why := _unfit(path, config, weight_format, verify)) is None:
         return path
+    if why:
+        print(f"estafet: {why}; packing anew", file=sys.stderr)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _only_one(path.parent):
-            if not _is_whole(
-                path, config, weight_format, verify
-            ):  # unless somebody else packed it while we waited
+            # Unless somebody else packed it while we waited.
+            if _unfit(path, config, weight_format, verify) is not None:
                 with tempfile.NamedTemporaryFile(prefix=PARTIAL, dir=path.parent, delete=False) as file:
                     partial = Path(file.name)
                     try:
@@ -324,19 +325,18 @@ def pack(folder: Path, weight_format: WeightFormat, progress: bool = False, veri
     return path
 
 
-def _is_whole(path: Path, config: ModelConfig, weight_format: WeightFormat, verify: bool) -> bool:
+def _unfit(path: Path, config: ModelConfig, weight_format: WeightFormat, verify: bool) -> str | None:
+    """None when the file is what it should be; else what is wrong with it, nothing when it is not there."""
     if not path.exists():
-        return False
+        return ""
     try:
         table, mapped = _open(path, config, weight_format)
         mapped.close()
         if verify:
             _verify(path, table)
     except _StaleError as error:
-        # What is wrong, without the remedy: it is ours now.
-        print(f"estafet: {str(error).removesuffix('; ' + REMEDY)}; packing anew", file=sys.stderr)
-        return False
-    return True
+        return str(error).removesuffix(f"; {REMEDY}")
+    return None
 
 
 def _verify(path: Path, table: _Table) -> None:

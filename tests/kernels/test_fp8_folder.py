@@ -184,6 +184,22 @@ def test_backends_that_want_floats_run_it(tmp_path: Path, backend: str) -> None:
     assert logits[0].tobytes() == logits[1].tobytes()
 
 
+def test_a_tied_model_may_carry_its_head(tmp_path: Path) -> None:
+    def twins(tensors: Tensors) -> None:
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+        tensors[f"{HEAD}_scale_inv"] = tensors[f"{EMBEDDING}_scale_inv"].clone()
+
+    def other_scales(tensors: Tensors) -> None:
+        twins(tensors)
+        tensors[f"{HEAD}_scale_inv"].mul_(2)
+
+    write_fp8_folder(tmp_path / "model", tied=True, fp8_head=True, edit=twins)
+    folder = prepared(tmp_path / "model")
+    assert default_format(folder, read_config(folder)) == WeightFormat("fp8", "fp8")
+    write_fp8_folder(tmp_path / "deep" / "model", tied=True, fp8_head=True, edit=other_scales)
+    assert f"'{HEAD}_scale_inv' is not part of a plain" in refused(tmp_path / "deep" / "model")
+
+
 def test_the_weights_id_follows_codes_and_scales(tmp_path: Path) -> None:
     def identity(name: str, edit: Callable[[Tensors], Any] = lambda tensors: None, **changes: Any) -> str:
         write_fp8_folder(tmp_path / name, edit=edit, **changes)
