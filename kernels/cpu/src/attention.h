@@ -47,24 +47,38 @@ inline void unpack_head(const Pool& pool, const uint8_t* head, int slot, float* 
     for (int i = size; i < wide; i++) out[i] = 0.0f;
 }
 
-// Find the keys and values of a block; those that do not lie as float32 are unpacked to `scratch` [2][64][wide].
-inline void fetch(const Attention& a, int block, int count, int wide, bool copy, float* scratch, Block& found) {
+// Ask for `count` keys (or values) from a position on: pages lie anywhere, which no prefetcher of the processor can guess.
+inline void ask_for(const Pool& pool, const int32_t* table, int layer, int kv_head, int which, int position, int count) {
+    const size_t bytes = size_t(pool.head_dim) * bytes_of(pool.kind);
+    while (count > 0) {
+        const int slot = position % pool.tokens, here = count < pool.tokens - slot ? count : pool.tokens - slot;
+        const uint8_t* begin = pool.head(table[position / pool.tokens], layer, which, kv_head) + size_t(slot) * bytes;
+        for (size_t at = 0; at < size_t(here) * bytes; at += 64) ahead(begin + at);
+        position += here;
+        count -= here;
+    }
+}
+inline void ask_for(const Attention& a, int position, int count, int which) {
+    ask_for(*a.pool, a.table, a.layer, a.kv_head, which, position, count);
+}
+void ask_for_both(const Pool& pool, const int32_t* table, int layer, int kv_head, int position, int count) {
+    for (int which = 0; which < 2; which++) ask_for(pool, table, layer, kv_head, which, position, count);
+}
+
+// Find the keys (or values) of a block; those that do not lie as float32 are unpacked to `scratch` [64][wide].
+inline void fetch(const Attention& a, int position, int count, int which, int wide, bool copy, float* scratch,
+                  const float* found[KEYS]) {
     const Pool& pool = *a.pool;
     copy = copy || pool.kind != Kind::fp32 || wide != pool.head_dim;
-    found.count = count;
     for (int j = 0; j < count; j++) {
-        const int position = block * KEYS + j, slot = position % pool.tokens;
-        const int64_t page = a.table[position / pool.tokens];
-        for (int which = 0; which < 2; which++) {
-            const uint8_t* head = pool.head(page, a.layer, which, a.kv_head);
-            const float** place = which ? found.values : found.keys;
-            if (copy) {
-                float* out = scratch + (size_t(which) * KEYS + j) * wide;
-                unpack_head(pool, head, slot, out, wide);
-                place[j] = out;
-            } else {
-                place[j] = reinterpret_cast<const float*>(head) + size_t(slot) * wide;
-            }
+        const int slot = (position + j) % pool.tokens;
+        const uint8_t* head = pool.head(a.table[(position + j) / pool.tokens], a.layer, which, a.kv_head);
+        if (copy) {
+            float* out = scratch + size_t(j) * wide;
+            unpack_head(pool, head, slot, out, wide);
+            found[j] = out;
+        } else {
+            found[j] = reinterpret_cast<const float*>(head) + size_t(slot) * wide;
         }
     }
 }
@@ -127,6 +141,17 @@ inline void score_as_they_lie(const Block& block, const float* query, int wide, 
     }
 }
 
+// Keys by dimension: [wide][64], zeros behind the last.
+inline void turn_keys(const Block& block, int wide, float* columns) {
+    for (int j = 0; j < KEYS; j += LANES)
+        for (int d = 0; d < wide; d += LANES) {
+            Lanes square[LANES];
+            for (int i = 0; i < LANES; i++) square[i] = j + i < block.count ? load(block.keys[j + i] + d) : zero();
+            turn(square);
+            for (int i = 0; i < LANES; i++) store(columns + size_t(d + i) * KEYS + j, square[i]);
+        }
+}
+
 // The tree of `sum` over chains, for ROWS queries [wide][ROWS] and 16 positions of keys by dimension [wide][64].
 template <int ROWS, int CHAIN, int APART>
 inline void chain_tree(const float* queries, const float* columns, int wide, Lanes out[ROWS]) {
@@ -186,15 +211,17 @@ void attend_rows(const Attention& a, float* scratch, float* out) {
         for (int d = 0; d < wide; d++) place[size_t(d) * step] = d < size ? query[d] : 0.0f;
     }
     const int first = a.window > 0 && a.position >= a.window ? a.position - a.window + 1 : 0;
+    ask_for(a, first / KEYS * KEYS, last + 1 - first / KEYS * KEYS < KEYS ? last + 1 - first / KEYS * KEYS : KEYS, 0);
     for (int block = first / KEYS; block <= last / KEYS; block++) {
         const int begin = block * KEYS, count = last + 1 - begin < KEYS ? last + 1 - begin : KEYS;
+        const int next = last + 1 - begin - KEYS;
         Block found;
-        fetch(a, block, count, wide, many, fetched, found);
+        found.count = count;
+        ask_for(a, begin, count, 1);
+        fetch(a, begin, count, 0, wide, many, fetched, found.keys);
+        if (next > 0) ask_for(a, begin + KEYS, next < KEYS ? next : KEYS, 0);
         if (many) {
-            for (int j = 0; j < count; j++)
-                for (int d = 0; d < wide; d++) columns[size_t(d) * KEYS + j] = found.keys[j][d];
-            for (int d = 0; d < wide; d++)
-                for (int j = count; j < KEYS; j++) columns[size_t(d) * KEYS + j] = 0.0f;
+            turn_keys(found, wide, columns);
             for (int t = 0; t < tiles.count; t++)
                 columns_of(tiles.size(t), std::make_integer_sequence<int, SCORE_ROWS>())(
                     turned + size_t(tiles.start(t)) * wide, columns, wide, scores + size_t(tiles.start(t)) * KEYS);
@@ -202,6 +229,7 @@ void attend_rows(const Attention& a, float* scratch, float* out) {
             for (int q = 0; q < queries; q++)
                 score_as_they_lie(found, turned + size_t(q) * wide, wide, scores + size_t(q) * KEYS);
         }
+        fetch(a, begin, count, 1, wide, many, fetched + size_t(KEYS) * wide, found.values);
         const Tiles rows(queries, many ? TILE : 1);
         for (int t = 0; t < rows.count; t++) {
             const int start = rows.start(t), tile = rows.size(t);

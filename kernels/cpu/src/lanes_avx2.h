@@ -75,6 +75,40 @@ inline __m256 sums_of_eight(const Lanes x[8]) {
 }
 inline Lanes sums(const Lanes x[16]) { return {sums_of_eight(x), sums_of_eight(x + 8)}; }
 
+// Rows of eight become columns.
+inline void turn_eight(__m256 a[8]) {
+    __m256 t[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        a[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        a[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        a[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
+        t[i + 4] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
+    }
+    for (int i = 0; i < 8; i++) a[i] = t[i];
+}
+inline void turn(Lanes x[16]) {
+    __m256 quarters[4][8];
+    for (int i = 0; i < 8; i++) {
+        quarters[0][i] = x[i].a;
+        quarters[1][i] = x[i].b;
+        quarters[2][i] = x[i + 8].a;
+        quarters[3][i] = x[i + 8].b;
+    }
+    for (auto& quarter : quarters) turn_eight(quarter);
+    for (int i = 0; i < 8; i++) {
+        x[i] = {quarters[0][i], quarters[2][i]};
+        x[i + 8] = {quarters[1][i], quarters[3][i]};
+    }
+}
+
 inline __m256 eight_bf16(const uint16_t* p) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
@@ -117,9 +151,10 @@ inline Lanes unpack(const uint8_t* row, int q) {
     return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24), 24)),
             _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 24), 24))};
 }
-template <Kind kind>
-inline void unpack_all(const uint8_t* row, Lanes w[4]) {
-    for (int q = 0; q < 4; q++) w[q] = unpack<kind>(row, q);
+// Vectors q … q + WIDTH - 1 of a row.
+template <Kind kind, int WIDTH>
+inline void unpack(const uint8_t* row, int q, Lanes w[WIDTH]) {
+    for (int v = 0; v < WIDTH; v++) w[v] = unpack<kind>(row, q + v);
 }
 inline void ahead(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 

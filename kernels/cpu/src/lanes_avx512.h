@@ -77,6 +77,34 @@ inline Lanes sums(const Lanes a[16]) {
     const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
     return {_mm512_permutexvar_ps(order, _mm512_add_ps(low, high))};
 }
+// Rows become columns: pairs, then fours within a quarter of the register, then the quarters.
+inline void turn(Lanes a[16]) {
+    __m512 t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(a[i].v, a[i + 1].v);
+        t[i + 1] = _mm512_unpackhi_ps(a[i].v, a[i + 1].v);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        const __m512d x = _mm512_castps_pd(t[i]), y = _mm512_castps_pd(t[i + 1]);
+        const __m512d z = _mm512_castps_pd(t[i + 2]), w = _mm512_castps_pd(t[i + 3]);
+        a[i].v = _mm512_castpd_ps(_mm512_unpacklo_pd(x, z));
+        a[i + 1].v = _mm512_castpd_ps(_mm512_unpackhi_pd(x, z));
+        a[i + 2].v = _mm512_castpd_ps(_mm512_unpacklo_pd(y, w));
+        a[i + 3].v = _mm512_castpd_ps(_mm512_unpackhi_pd(y, w));
+    }
+    for (int i = 0; i < 4; i++) {
+        // quarter q of a[i + 4j] holds column 4q + i of rows 4j … 4j + 3
+        const __m512 low = _mm512_shuffle_f32x4(a[i].v, a[i + 4].v, 0x88);
+        const __m512 low_odd = _mm512_shuffle_f32x4(a[i].v, a[i + 4].v, 0xdd);
+        const __m512 high = _mm512_shuffle_f32x4(a[i + 8].v, a[i + 12].v, 0x88);
+        const __m512 high_odd = _mm512_shuffle_f32x4(a[i + 8].v, a[i + 12].v, 0xdd);
+        t[i] = _mm512_shuffle_f32x4(low, high, 0x88);
+        t[i + 8] = _mm512_shuffle_f32x4(low, high, 0xdd);
+        t[i + 4] = _mm512_shuffle_f32x4(low_odd, high_odd, 0x88);
+        t[i + 12] = _mm512_shuffle_f32x4(low_odd, high_odd, 0xdd);
+    }
+    for (int i = 0; i < 16; i++) a[i].v = t[i];
+}
 inline Lanes load_bf16(const uint16_t* p) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
@@ -91,17 +119,35 @@ inline Lanes load_fp8(const uint8_t* p) {
     return {_mm512_cvtph_ps(half)};
 }
 
+// Two vectors of a row, those of its 32 outputs number g.
 template <Kind kind>
-inline void unpack_all(const uint8_t* row, Lanes w[4]) {
+inline void unpack_pair(const uint8_t* row, int g, Lanes w[2]) {
     if (kind == Kind::fp32) {
-        for (int q = 0; q < 4; q++) w[q] = load(reinterpret_cast<const float*>(row) + 16 * q);
+        for (int v = 0; v < 2; v++) w[v] = load(reinterpret_cast<const float*>(row) + 32 * g + 16 * v);
     } else if (kind == Kind::bf16) {
-        for (int g = 0; g < 2; g++) {
-            const __m512i pair = _mm512_loadu_si512(row + 64 * g);
-            w[2 * g] = {_mm512_castsi512_ps(_mm512_slli_epi32(pair, 16))};
-            w[2 * g + 1] = {_mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(int(0xffff0000))))};
-        }
+        const __m512i pair = _mm512_loadu_si512(row + 64 * g);
+        w[0] = {_mm512_castsi512_ps(_mm512_slli_epi32(pair, 16))};
+        w[1] = {_mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(int(0xffff0000))))};
     } else if (kind == Kind::fp8) {
+        const __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * g));
+        const __m256i low = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(pair, 8), 1),
+                                             _mm256_set1_epi16(short(0xbfff)));
+        const __m256i high = _mm256_and_si256(_mm256_srai_epi16(pair, 1), _mm256_set1_epi16(short(0xbf80)));
+        w[0] = {_mm512_cvtph_ps(low)};
+        w[1] = {_mm512_cvtph_ps(high)};
+    } else {
+        const __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * g));
+        const __m512i wide = _mm512_cvtepi16_epi32(pair);
+        w[0] = {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(wide, 24), 24))};
+        w[1] = {_mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 8))};
+    }
+}
+
+// Vectors q … q + WIDTH - 1 of a row; q is a multiple of WIDTH.
+template <Kind kind, int WIDTH>
+inline void unpack(const uint8_t* row, int q, Lanes w[WIDTH]) {
+    static_assert(WIDTH == 2 || WIDTH == 4, "pairs share a register");
+    if (WIDTH == 4 && kind == Kind::fp8) {
         // The low bytes need the shift by 8 first, the high ones lie where they shall; the masks take out what the
         // arithmetic shift and the neighbour leave.
         const __m512i pair = _mm512_loadu_si512(row);
@@ -110,22 +156,11 @@ inline void unpack_all(const uint8_t* row, Lanes w[4]) {
         const __m512i high = _mm512_and_si512(_mm512_srai_epi16(pair, 1), _mm512_set1_epi16(short(0xbf80)));
         w[0] = {_mm512_cvtph_ps(_mm512_castsi512_si256(low))};
         w[1] = {_mm512_cvtph_ps(_mm512_castsi512_si256(high))};
-        w[2] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(low, 1))};
-        w[3] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(high, 1))};
+        w[WIDTH - 2] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(low, 1))};
+        w[WIDTH - 1] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(high, 1))};
     } else {
-        for (int g = 0; g < 2; g++) {
-            const __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * g));
-            const __m512i wide = _mm512_cvtepi16_epi32(pair);
-            w[2 * g] = {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(wide, 24), 24))};
-            w[2 * g + 1] = {_mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 8))};
-        }
+        for (int g = 0; g < WIDTH / 2; g++) unpack_pair<kind>(row, q / 2 + g, w + 2 * g);
     }
-}
-template <Kind kind>
-inline Lanes unpack(const uint8_t* row, int q) {
-    Lanes w[4];
-    unpack_all<kind>(row, w);
-    return w[q];
 }
 inline void ahead(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 

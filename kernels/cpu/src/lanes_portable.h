@@ -98,6 +98,15 @@ inline Lanes sums(const Lanes a[16]) {
     EACH r.f[i] = sum(a[i]);
     return r;
 }
+// Rows become columns.
+inline void turn(Lanes a[16]) {
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < i; j++) {
+            const float other = a[i].f[j];
+            a[i].f[j] = a[j].f[i];
+            a[j].f[i] = other;
+        }
+}
 inline Lanes load_bf16(const uint16_t* p) {
     Lanes r;
     EACH r.f[i] = from_bf16(p[i]);
@@ -135,9 +144,10 @@ inline Lanes unpack(const uint8_t* row, int q) {
     }
     return r;
 }
-template <Kind kind>
-inline void unpack_all(const uint8_t* row, Lanes w[4]) {
-    for (int q = 0; q < 4; q++) w[q] = unpack<kind>(row, q);
+// Vectors q … q + WIDTH - 1 of a row.
+template <Kind kind, int WIDTH>
+inline void unpack(const uint8_t* row, int q, Lanes w[WIDTH]) {
+    for (int v = 0; v < WIDTH; v++) w[v] = unpack<kind>(row, q + v);
 }
 inline void ahead(const void*) {}
 

@@ -5,10 +5,10 @@
 
 namespace {
 
-// Row counts and vectors of one innermost loop, chosen so that sums and weights stay in registers.
+// Vectors of outputs of one innermost loop, chosen so that sums and weights stay in registers.
 template <int ROWS>
 constexpr int direct_width() {
-    return REGISTERS >= 32 ? (ROWS <= 6 ? 4 : 2) : ROWS == 1 ? 4 : ROWS <= 2 ? 2 : 1;
+    return REGISTERS >= 32 ? (ROWS <= 6 ? 4 : 2) : ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;
 }
 
 template <Kind kind>
@@ -16,21 +16,22 @@ constexpr float unit() {
     return kind == Kind::fp8 ? 256.0f : 1.0f;  // fp8 weights are unpacked as value / 256
 }
 
-// Adds ROWS × WIDTH * 16 sums over `count` inputs, times `scale`, to `out`; weights from packed rows.
-template <Kind kind, int ROWS, int WIDTH>
-inline void direct_block(const uint8_t* weights, int first, int count, const float* x, float scale, float* out) {
+// Adds ROWS × WIDTH * 16 sums over `count` inputs, times `scale`, to `out`; weights from packed rows, unpacked while the
+// products of the ones before are under way. With `panel`, they are left there for other rows, [count][WIDTH * 16].
+template <Kind kind, int ROWS, int WIDTH, bool KEEP>
+inline void direct_block(const uint8_t* weights, int first, int count, const float* x, float scale, float* out,
+                         float* panel) {
     constexpr size_t row_bytes = size_t(STRIP) * bytes_of(kind);
     Lanes sums[ROWS][WIDTH];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) sums[r][v] = zero();
 #pragma GCC unroll 2
     for (int k = 0; k < count; k++) {
-        Lanes w[4];
-        if (WIDTH == 4)
-            unpack_all<kind>(weights + k * row_bytes, w);
-        else
-            for (int v = 0; v < WIDTH; v++) w[v] = unpack<kind>(weights + k * row_bytes, first + v);
-        ahead(weights + k * row_bytes + AHEAD);
+        Lanes w[WIDTH];
+        unpack<kind, WIDTH>(weights + k * row_bytes, first, w);
+        if (first == 0) ahead(weights + k * row_bytes + AHEAD);
+        if (KEEP)
+            for (int v = 0; v < WIDTH; v++) store(panel + (k * WIDTH + v) * LANES, w[v]);
         for (int r = 0; r < ROWS; r++) {
             const Lanes value = all(x[k * ROWS + r]);
             for (int v = 0; v < WIDTH; v++) sums[r][v] = fma(value, w[v], sums[r][v]);
@@ -38,24 +39,9 @@ inline void direct_block(const uint8_t* weights, int first, int count, const flo
     }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) {
-            float* place = out + r * STRIP + 16 * (first + v);
+            float* place = out + r * STRIP + LANES * (first + v);
             store(place, fma(sums[r][v], all(scale), load(place)));
         }
-}
-
-template <Kind kind, int ROWS>
-void direct_strip(const Matrix& m, int strip, const float* x, float* out) {
-    constexpr int width = direct_width<ROWS>();
-    const uint8_t* weights = m.strip(strip);
-    const float* scales = m.scales ? m.scales + size_t(strip) * m.blocks() : nullptr;
-    for (int i = 0; i < ROWS * STRIP; i += LANES) store(out + i, zero());
-    for (int block = 0, k = 0; k < m.inputs; block++, k += BLOCK) {
-        const int count = m.inputs - k < BLOCK ? m.inputs - k : BLOCK;
-        const float scale = (scales ? scales[block] : 1.0f) * unit<kind>();
-        for (int first = 0; first < 4; first += width)
-            direct_block<kind, ROWS, width>(weights + size_t(k) * STRIP * bytes_of(kind), first, count, x + k * ROWS,
-                                            scale, out);
-    }
 }
 
 // Adds ROWS × WIDTH * 16 sums over `count` inputs, times `scale`, to `out`, whose rows are `out_apart` apart; weights
@@ -91,48 +77,47 @@ PanelBlock tile_panel(int rows, std::integer_sequence<int, ROW...>) {
 }
 inline PanelBlock tile_panel(int rows) { return tile_panel(rows, std::make_integer_sequence<int, TILE>()); }
 
+// One block of inputs of a strip for the first tile of rows, of WIDTH vectors at a time.
+template <Kind kind, int ROWS, bool KEEP>
+void first_tile(const uint8_t* weights, int first, int count, const float* x, float scale, float* out, float* panel) {
+    constexpr int width = KEEP ? PANEL : direct_width<ROWS>();
+    if (KEEP) return direct_block<kind, ROWS, width, KEEP>(weights, first, count, x, scale, out, panel);
+    for (; first < 4; first += width)
+        direct_block<kind, ROWS, width, KEEP>(weights, first, count, x, scale, out, panel);
+}
+using FirstTile = void (*)(const uint8_t*, int, int, const float*, float, float*, float*);
+template <Kind kind, bool KEEP, int... ROW>
+FirstTile first_tile_of(int rows, std::integer_sequence<int, ROW...>) {
+    static constexpr FirstTile functions[] = {first_tile<kind, ROW + 1, KEEP>...};
+    return functions[rows - 1];
+}
+
 template <Kind kind>
-void panel_strip(const Matrix& m, int strip, const float* x, const Tiles& tiles, float* scratch, float* out) {
+void strip_of_kind(const Matrix& m, int strip, const float* x, const Tiles& tiles, float* scratch, float* out) {
+    constexpr auto all_rows = std::make_integer_sequence<int, TILE>();
     constexpr size_t row_bytes = size_t(STRIP) * bytes_of(kind);
     const float* scales = m.scales ? m.scales + size_t(strip) * m.blocks() : nullptr;
+    const bool alone = tiles.count == 1;
+    const FirstTile first_tile = alone ? first_tile_of<kind, false>(tiles.rows, all_rows)
+                                       : first_tile_of<kind, true>(tiles.size(0), all_rows);
     for (size_t i = 0; i < size_t(tiles.rows) * STRIP; i += LANES) store(out + i, zero());
     for (int block = 0, k = 0; k < m.inputs; block++, k += BLOCK) {
         const int count = m.inputs - k < BLOCK ? m.inputs - k : BLOCK;
         const float scale = (scales ? scales[block] : 1.0f) * unit<kind>();
         const uint8_t* weights = m.strip(strip) + size_t(k) * row_bytes;
-        if (kind != Kind::fp32)
-            for (int i = 0; i < count; i++) {
-                Lanes w[4];
-                unpack_all<kind>(weights + i * row_bytes, w);
-                ahead(weights + i * row_bytes + AHEAD);
-                // panels of PANEL vectors one after the other, so that one stays in the first-level cache
-                for (int v = 0; v < 4; v++)
-                    store(scratch + (v / PANEL) * (BLOCK * PANEL * 16) + i * (PANEL * 16) + v % PANEL * 16, w[v]);
-            }
-        for (int panel = 0; panel < 4 / PANEL; panel++) {
-            const float* w = kind == Kind::fp32 ? reinterpret_cast<const float*>(weights) + panel * PANEL * 16
-                                                : scratch + panel * (BLOCK * PANEL * 16);
-            const size_t apart = kind == Kind::fp32 ? STRIP : PANEL * 16;
-            for (int t = 0; t < tiles.count; t++) {
+        if (alone) {
+            first_tile(weights, 0, count, x + size_t(k) * tiles.rows, scale, out, nullptr);
+            continue;
+        }
+        for (int panel = 0; panel < 4; panel += PANEL) {
+            first_tile(weights, panel, count, x + size_t(k) * tiles.size(0), scale, out, scratch);
+            for (int t = 1; t < tiles.count; t++) {
                 const int start = tiles.start(t), size = tiles.size(t);
-                tile_panel(size)(w, apart, count, x + size_t(start) * m.inputs + size_t(k) * size, scale,
-                                 out + size_t(start) * STRIP + panel * PANEL * 16, STRIP);
+                tile_panel(size)(scratch, PANEL * LANES, count, x + size_t(start) * m.inputs + size_t(k) * size, scale,
+                                 out + size_t(start) * STRIP + panel * LANES, STRIP);
             }
         }
     }
-}
-
-template <Kind kind>
-void strip_of_kind(const Matrix& m, int strip, const float* x, const Tiles& tiles, float* scratch, float* out) {
-    switch (tiles.rows) {
-        case 1: return direct_strip<kind, 1>(m, strip, x, out);
-        case 2: return direct_strip<kind, 2>(m, strip, x, out);
-        case 3: return direct_strip<kind, 3>(m, strip, x, out);
-        case 4: return direct_strip<kind, 4>(m, strip, x, out);
-        case 5: return direct_strip<kind, 5>(m, strip, x, out);
-        case 6: return direct_strip<kind, 6>(m, strip, x, out);
-    }
-    panel_strip<kind>(m, strip, x, tiles, scratch, out);
 }
 
 void multiply_strip(const Matrix& m, int strip, const float* x, const Tiles& tiles, float* scratch, float* out) {

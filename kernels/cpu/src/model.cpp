@@ -21,6 +21,16 @@ void share(Counter& counter, int count, Work work) {
     for (int i; (i = counter.next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
 }
 
+// As `share`, and a thread knows the next number it will work on while it works on one: it may ask for its memory.
+template <typename Counter, typename Ask, typename Work>
+void share_ahead(Counter& counter, int count, int first, Ask ask, Work work) {
+    for (int i = first, next; i < count; i = next) {
+        next = counter.next.fetch_add(1, std::memory_order_relaxed);
+        if (next < count) ask(next);
+        work(i);
+    }
+}
+
 void grow(std::vector<float>& buffer, size_t size) {
     if (buffer.size() < size + LANES) buffer.resize(size + LANES);
 }
@@ -134,6 +144,13 @@ void Model::work(const StepInput& input, int number) {
         const float* h = normed(layer.attention_norm, tiles, nullptr, number);
         lap(number, NORM);
 
+        // What this thread attends to first it asks for now: memory is free while products are computed.
+        Counter& turning = counter[1];
+        Counter& attending = counter[2];
+        const auto ask = [&](int i) { ask_for(input, items_[i], index); };
+        const int own = attending.next.fetch_add(1, std::memory_order_relaxed);
+        if (own < int(items_.size())) ask(own);
+
         const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
         const int q_strips = layer.q.strips(), k_strips = layer.k.strips();
         share(*counter++, q_strips + k_strips + layer.v.strips(), [&](int s) {
@@ -151,12 +168,12 @@ void Model::work(const StepInput& input, int number) {
         lap(number, QKV);
 
         // Rows of one tile see keys of another: those are kept before anybody attends.
-        Counter& turning = *counter++;
         if (!turns_.empty()) {
             share(turning, int(turns_.size()), [&](int i) { turn(input, turns_[i], index); });
             team_.barrier();
         }
-        share(*counter++, int(items_.size()), [&](int i) {
+        counter += 2;
+        share_ahead(attending, int(items_.size()), own, ask, [&](int i) {
             if (input.spans[items_[i].span].count == items_[i].rows) turn(input, items_[i], index);
             attend(input, items_[i], index, tiles, bench);
         });
@@ -225,6 +242,13 @@ void Model::turn(const StepInput& input, const Item& item, int layer) {
         variant.keep(pool, pool.head(page, layer, 0, item.kv_head), slot, key);
         variant.keep(pool, pool.head(page, layer, 1, item.kv_head), slot, key + size_t(shape.kv_heads) * size);
     }
+}
+
+void Model::ask_for(const StepInput& input, const Item& item, int layer) const {
+    const Span& span = input.spans[item.span];
+    const int last = span.position + item.first + item.rows, most = 2 * KEYS;
+    const int begin = layers[layer].window && last > layers[layer].window ? last - layers[layer].window : 0;
+    variant.ask(pool, span.table, layer, item.kv_head, begin, std::min(last - begin, most));
 }
 
 void Model::attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench) {

@@ -72,6 +72,7 @@ private:
     void prepare(const StepInput& input);
     void work(const StepInput& input, int number);
     void attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench);
+    void ask_for(const StepInput& input, const Item& item, int layer) const;
     void turn(const StepInput& input, const Item& item, int layer);
     const float* normed(const float* weight, const Tiles& tiles, const int32_t* rows, int number);
     void lap(int number, Phase phase);

@@ -109,6 +109,8 @@ struct Variant {
     void (*rotate)(float* head, const float* cos, const float* sin, int half, float scale);
     // Round a head's key or value to the page's kind and store it as token `token` of a page.
     void (*keep)(const Pool&, uint8_t* head, int token, const float* numbers);
+    // Ask for the memory of a head's keys and values at `count` positions from `position` on.
+    void (*ask)(const Pool&, const int32_t* table, int layer, int kv_head, int position, int count);
     // Attention of few rows; out [rows][group * head_dim] apart by `width`. Scratch of attention_floats().
     void (*attend)(const Attention&, float* scratch, float* out);
     // One row of the embedding: number k of output `token` of the matrix, as float32.
@@ -122,7 +124,7 @@ struct Variant {
 };
 
 // Rows of attention that are computed together, by the number of query heads that share a KV head.
-OWN int attention_rows(int group) { return group >= 48 ? 1 : 48 / group; }
+OWN int attention_rows(int group) { return group >= 96 ? 1 : 96 / group; }
 OWN size_t padded(size_t n) { return (n + LANES - 1) / LANES * LANES; }
 OWN size_t scratch_floats() { return size_t(BLOCK) * STRIP; }
 OWN size_t attention_floats(int head_dim, int group) {

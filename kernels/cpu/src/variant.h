@@ -46,4 +46,4 @@ float multiply_rounds(int64_t rounds, double* flops) {
 }  // namespace
 
 const Variant VARIANT = {NAME,       TILE,        6,           multiply_strip, gate_numbers, norm_row,  rotate_head,
-                         keep_numbers, attend_rows, embed_row, sample_row,     read_all,     multiply_rounds};
+                         keep_numbers, ask_for_both, attend_rows, embed_row, sample_row,     read_all,     multiply_rounds};
