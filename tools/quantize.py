@@ -54,6 +54,7 @@ SHARD_BYTES = 5_000_000_000
 """Files stay below this, unless one tensor is larger."""
 SPARE_BYTES = 64 << 20
 PARTIAL = ".partial-"
+"""After the name of OUT, that of the folder beside it in which OUT is made."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 """What transformers calls the type of what is not quantised, from its version 5 on and before."""
 COPIED = (
@@ -157,16 +158,14 @@ def quantize_model(
                 "folder on a disk with room"
             )
         with tempfile.TemporaryDirectory(
-            prefix=PARTIAL, dir=target.parent, ignore_cleanup_errors=True
+            prefix=f".{target.name}{PARTIAL}", dir=target.parent, ignore_cleanup_errors=True
         ) as partial:
             made = Path(partial) / target.name
             made.mkdir()
             errors = _write_weights(made, tensors, f"quantising {config.name}", progress)
             _write_description(source, folder, made, config, tensors)
             read_hf_folder(made)  # what we would not read ourselves must not appear
-            if target.exists():
-                target.rename(Path(partial) / "replaced")
-            made.rename(target)
+            _put(made, target, Path(partial) / "replaced")
     except OSError as error:
         raise StartError(
             f"{target}: cannot be written: {error.strerror or error}; name another folder"
@@ -181,6 +180,18 @@ def quantize_model(
         errors[worst],
         worst,
     )
+
+
+def _put(made: Path, target: Path, replaced: Path) -> None:
+    """Move `made` to `target`, and what is there to `replaced`, unless the first fails."""
+    if target.exists():
+        target.rename(replaced)
+    try:
+        made.rename(target)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
 
 
 def plan_tensors(folder: Path, config: ModelConfig, head: str) -> list[Written]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -26,9 +26,6 @@ from kernels.prepare import prepare
 from kernels.quantize import quantize
 from kernels.weights import EMBEDDING, HEAD, Weights, default_format
 from tools.quantize import main, quantize_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SINGLE = "model.safetensors"
 ODD = {"hidden_size": 200, "heads": 5, "kv_heads": 1, "head_dim": 24, "ffn_size": 136}
@@ -244,7 +241,7 @@ def test_what_is_there_is_replaced_only_by_force(tmp_path: Path) -> None:
     quantize_model(tmp_path / "other", out, "bf16", progress=False, force=True)
     assert (out / SINGLE).read_bytes() != before
     assert not (out / "stale.safetensors").exists()
-    assert not list(tmp_path.glob(".partial-*"))
+    assert not list(tmp_path.glob(".*partial-*"))
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "link", "source", "parent"])
@@ -287,6 +284,18 @@ def test_a_failure_leaves_nothing_and_keeps_what_was_there(
             StartError, match="cannot be written: No space left on device; name another folder"
         ):
             quantize_model(tmp_path / "model", out, "bf16", progress=False, force=True)
+    rename = Path.rename
+
+    def unmovable(path: Path, to: Path) -> Path:
+        if path.name == "out" and to.name == "out" and path.parent.name.startswith(".out"):
+            raise OSError(18, "Invalid cross-device link")
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", unmovable)
+        with pytest.raises(StartError, match="cannot be written: Invalid cross-device link"):
+            quantize_model(tmp_path / "model", out, "bf16", progress=False, force=True)
+    assert (out / SINGLE).read_bytes() == before
     usage = type("Usage", (), {"free": 1 << 20})
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: usage)
@@ -294,7 +303,7 @@ def test_a_failure_leaves_nothing_and_keeps_what_was_there(
             quantize_model(tmp_path / "model", tmp_path / "new", "bf16", progress=False)
     assert (out / SINGLE).read_bytes() == before
     assert not (tmp_path / "new").exists()
-    assert not list(tmp_path.glob(".partial-*"))
+    assert not list(tmp_path.glob(".*partial-*"))
 
 
 def test_a_bad_source_is_named(tmp_path: Path) -> None:
