@@ -1,4 +1,4 @@
-"""Runs every check of the repository: format, lint, types, layers, tests.
+"""Runs every check of the repository: format, lint, types, layers, native kernels, tests.
 
 All of them run, also after one has failed; the exit code is 0 only when all passed. The first run
 makes .venv with everything that is needed and fetches the default model for the tests that use it.
@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from tools import interrupts
+from tools import interrupts, sanitize
 from tools.install import ROOT, Installer, InstallError, Machine, Options, add_options, say
 
 
@@ -26,14 +26,20 @@ class Check:
 
 
 def checks(*, fast: bool) -> list[Check]:
-    """What to run, in order; the tests last, so that their closing lines stand at the end."""
+    """What to run, in order; the tests last, so that their closing lines stand at the end.
+
+    Where there is no C++ compiler the sanitizers are left out, as the native kernels are.
+    """
     select = ("-m", "not system and not model") if fast else ()
     model = [] if fast else [Check("default model", ("python", "-m", "tools.fetch"))]
+    sanitizers = [] if sanitize.unable() else [Check("sanitizers", ("python", "-m", "tools.sanitize"))]
     return [
         Check("format", ("ruff", "format", "--check", ".")),
         Check("lint", ("ruff", "check", ".")),
         Check("types", ("mypy",)),
         Check("layers", ("lint-imports",)),
+        Check("native kernels", ("python", "-m", "tools.native")),
+        *sanitizers,
         *model,
         Check("tests", ("python", "-m", "pytest", *select)),
     ]

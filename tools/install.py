@@ -1,8 +1,9 @@
-"""Puts the package into `.venv`: once, and again only when `pyproject.toml` has changed.
+"""Puts the package into `.venv`: once, and again when `pyproject.toml` or the native kernels have changed.
 
 Standard library only, because it runs before anything is installed. On Linux x86_64 without an
 NVIDIA driver it takes PyTorch's CPU build, and stops rather than let pip download gigabytes of
-CUDA libraries that could not be used.
+CUDA libraries that could not be used. On a machine without a C++ compiler the package comes without
+its native kernels, and that is said at each start until there is one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools import native
 from tools.children import running
 from tools.pip import run_pip
 
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = "estafet-install.json"
+NOT_BUILT = (
+    "the native kernels were left out although there is a C++ compiler: the slow backend will be used; "
+    "`.venv/bin/pip install --verbose --editable .` shows why"
+)
 
 
 class InstallError(Exception):
@@ -89,21 +95,33 @@ class Installer:
         self._machine = machine
         self._venv = root / ".venv"
         self.python = self._venv / "bin" / "python"
+        self._packages = self._venv / "lib" / "python3.11" / "site-packages"
         self._pip = list(pip) if pip is not None else [str(self.python), "-m", "pip"]
 
     def ensure(self) -> Path:
         """Install what is missing; the environment's interpreter. InstallError when it cannot be done."""
         with self._only_one():
-            extras = self._installed_extras()
-            if extras is not None and extras >= set(self._options.extras):
-                return self.python
+            left_out = native.lacking() or NOT_BUILT
+            stamp = self._stamp()
+            extras = set(stamp["extras"]) if stamp else set()
+            if stamp and extras >= set(self._options.extras):
+                if self._has_native():
+                    return self.python
+                if stamp["left_out"] == left_out:  # else it can be built now, or fails for another reason
+                    say(left_out)
+                    return self.python
             self._ensure_venv()
-            say("step 2 of 3: installing packages (PyTorch and others, about a minute)")
+            kernels = ", and compiling the kernels" if left_out == NOT_BUILT else ""
+            say(f"step 2 of 3: installing packages (PyTorch and others, about a minute){kernels}")
             self._ensure_torch()
-            wanted = sorted(set(self._options.extras) | (extras or set()))
+            contents = self._contents()  # before pip reads them: what is changed meanwhile is not in it
+            wanted = sorted(set(self._options.extras) | extras)
             brackets = f"[{','.join(wanted)}]" if wanted else ""
             self._run_pip("install", "--editable", f"{self._root}{brackets}")
-            stamp = {"contents": self._contents(), "extras": wanted}
+            built = self._has_native()
+            if not built:
+                say(left_out)
+            stamp = {"contents": contents, "extras": wanted, "left_out": None if built else left_out}
             (self._venv / STAMP).write_text(json.dumps(stamp))
         return self.python
 
@@ -119,20 +137,27 @@ class Installer:
             yield
 
     def _contents(self) -> str:
-        """What an installation depends on: the project file, and where the folder lies."""
-        digest = hashlib.sha256((self._root / "pyproject.toml").read_bytes())
+        """What an installation depends on: the project file, the kernels' sources, where the folder lies."""
+        digest = hashlib.sha256(native.contents(self._root).encode())
         digest.update(os.fsencode(self._root))
         return digest.hexdigest()
 
-    def _installed_extras(self) -> set[str] | None:
-        """The extras of an installation that is still right, or None when there is none."""
+    def _has_native(self) -> bool:
+        """Whether pip has put the compiled kernels into the environment."""
+        return any((self._packages / "kernels" / "cpu").glob("_native.*"))
+
+    def _stamp(self) -> dict[str, Any] | None:
+        """What is known of an installation that is still right, or None when there is none.
+
+        Its `left_out` is why it came without native kernels, None when it has them.
+        """
         try:
             stamp: dict[str, Any] = json.loads((self._venv / STAMP).read_text())
         except (OSError, ValueError):
             return None
         if stamp.get("contents") != self._contents() or not os.access(self.python, os.X_OK):
             return None
-        return set(stamp["extras"])
+        return stamp
 
     def _ensure_venv(self) -> None:
         if os.access(self.python, os.X_OK) and _succeeds([*self._pip, "--version"]):
@@ -156,8 +181,7 @@ class Installer:
             return
         pin = self._torch_pin()
         name, _, version = pin.partition("==")
-        packages = self._venv / "lib" / "python3.11" / "site-packages"
-        if list(packages.glob(f"{name}-{version}+*.dist-info")):
+        if list(self._packages.glob(f"{name}-{version}+*.dist-info")):
             return
         cpu = f"{pin}+cpu"
         if index := self._options.torch_index:

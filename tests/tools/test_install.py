@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tools.install import Installer, InstallError, Machine, Options
+from tools import native
+from tools.install import NOT_BUILT, Installer, InstallError, Machine, Options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +32,10 @@ if "--report" in arguments:
     pathlib.Path(arguments[arguments.index("--report") + 1]).write_text(json.dumps(report))
 if any(argument.endswith("+cpu") for argument in arguments) and not state["cpu"]:
     sys.exit("No matching distribution found")
+if "--editable" in arguments and state["builds"]:
+    packages = folder / ".venv/lib/python3.11/site-packages/kernels/cpu"
+    packages.mkdir(parents=True, exist_ok=True)
+    (packages / "_native.so").touch()
 sys.exit(state["code"])
 """
 PROJECT = '[project]\nname = "x"\ndependencies = ["numpy", "torch==2.13.0"]\n'
@@ -53,8 +58,10 @@ class Place:
         (root / ".venv" / "bin" / "python").symlink_to(sys.executable)
         self.pip_is()
 
-    def pip_is(self, *, cpu: bool = False, requires: list[str] = CUDA, code: int = 0) -> None:
-        state = {"cpu": cpu, "requires": requires, "code": code}
+    def pip_is(
+        self, *, cpu: bool = False, requires: list[str] = CUDA, code: int = 0, builds: bool = True
+    ) -> None:
+        state = {"cpu": cpu, "requires": requires, "code": code, "builds": builds}
         (self.root / "pip.json").write_text(json.dumps(state))
 
     def ensure(self, machine: Machine = WITH_DRIVER, **options: Any) -> list[list[str]]:
@@ -155,3 +162,92 @@ def test_a_named_index_is_used_for_torch_alone(place: Place) -> None:
 
 def test_cuda_can_be_asked_for(place: Place) -> None:
     assert place.ensure(CPU_ONLY, cuda=True) == [package(place)]
+
+
+def machine_lacks(monkeypatch: pytest.MonkeyPatch, what: str | None) -> None:
+    monkeypatch.setattr(native, "lacking", lambda: what)
+
+
+def test_a_changed_kernel_is_compiled(place: Place) -> None:
+    source = place.root / "kernels" / "cpu" / "src" / "isa_portable.cpp"
+    source.parent.mkdir(parents=True)
+    source.write_text("int one() { return 1; }\n")
+    assert place.ensure() == [package(place)]
+    assert place.ensure() == []
+    source.write_text("int one() { return 2; }\n")
+    assert place.ensure() == [package(place)]
+    source.rename(source.with_name("isa_avx2.cpp"))
+    assert place.ensure() == [package(place)]
+    (place.root / "kernels" / "cpu" / "CMakeLists.txt").write_text("project(x)\n")
+    assert place.ensure() == [package(place)]
+    assert place.ensure() == []
+
+
+def test_a_machine_without_compiler_is_told_so_at_each_start(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine_lacks(monkeypatch, "there is no compiler")
+    place.pip_is(builds=False)
+    assert place.ensure() == [package(place)]
+    said = capsys.readouterr().err
+    assert "there is no compiler" in said
+    assert "compiling" not in said
+    assert place.ensure() == []
+    assert capsys.readouterr().err == "estafet: there is no compiler\n"
+
+
+def test_kernels_are_added_once_there_is_a_compiler(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine_lacks(monkeypatch, "there is no compiler")
+    place.pip_is(builds=False)
+    place.ensure()
+    machine_lacks(monkeypatch, None)
+    place.pip_is()
+    capsys.readouterr()
+    assert place.ensure() == [package(place)]
+    assert "compiling the kernels" in capsys.readouterr().err
+    machine_lacks(monkeypatch, "there is no compiler")
+    assert place.ensure() == []  # what has been built stays
+    assert capsys.readouterr().err == ""
+
+
+def test_kernels_left_out_for_no_known_reason_are_not_tried_for_ever(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine_lacks(monkeypatch, None)
+    place.pip_is(builds=False)
+    assert place.ensure() == [package(place)]
+    capsys.readouterr()
+    assert place.ensure() == []
+    assert NOT_BUILT in capsys.readouterr().err
+
+
+def test_the_compiler_is_the_one_that_cmake_would_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("ESTAFET_NATIVE", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native.compiler() is None
+    assert "no C++ compiler was found" in str(native.lacking())
+    for name in ("clang++", "g++"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        assert native.compiler() == str(tmp_path / name)
+    monkeypatch.setenv("CXX", "clang++ -pipe")
+    assert native.compiler() == str(tmp_path / "clang++")
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert native.compiler() is None
+    monkeypatch.setenv("CXX", "g++")
+    monkeypatch.setenv("ESTAFET_NATIVE", "off")
+    assert "ESTAFET_NATIVE=off" in str(native.lacking())
+
+
+def test_python_without_headers_lacks_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ESTAFET_NATIVE", raising=False)
+    monkeypatch.setattr(native, "compiler", lambda: "/usr/bin/c++")
+    monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))
+    assert "headers" in str(native.lacking())
+    (tmp_path / "Python.h").touch()
+    assert native.lacking() is None

@@ -1,0 +1,132 @@
+"""The sanitizers' run: what it preloads, and that it cannot pass without having tested its own build."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tools import checks, native, sanitize
+from tools.install import InstallError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+needs_gcc = pytest.mark.skipif(
+    sys.platform != "linux" or native.compiler() is None, reason="needs a C++ compiler on Linux"
+)
+
+
+@needs_gcc
+@pytest.mark.parametrize(
+    ("body", "report"),
+    [
+        ("int *p = new int[4]; volatile int n = 5; int r = p[n]; delete[] p; return r;", "AddressSanitizer"),
+        ("volatile int n = 40; return 1 << n;", "shift exponent 40 is too large"),
+    ],
+)
+def test_its_environment_lets_python_load_a_library_with_sanitizers(
+    tmp_path: Path, body: str, report: str
+) -> None:
+    (tmp_path / "x.cpp").write_text(
+        "#include <stdexcept>\n"
+        f'extern "C" int bad() {{ {body} }}\n'
+        'extern "C" int good() { try { throw std::runtime_error("x"); }'
+        " catch (std::exception &) { return 7; } }\n"
+    )
+    library = tmp_path / "_native.so"
+    flags = ["-shared", "-fPIC", "-O0", f"-fsanitize={sanitize.SANITIZERS}", "-fno-sanitize-recover=all"]
+    subprocess.run([str(native.compiler()), *flags, "-o", library, tmp_path / "x.cpp"], check=True)
+    environment = os.environ | sanitize.sanitized(library)
+    assert environment["ESTAFET_NATIVE_PATH"] == str(tmp_path)
+
+    def call(function: str) -> subprocess.CompletedProcess[str]:
+        program = f"import ctypes; print(ctypes.CDLL({str(library)!r}).{function}())"
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert call("good").stdout == "7\n"
+    failed = call("bad")
+    assert failed.returncode != 0
+    assert report in failed.stderr
+
+
+def test_an_extension_without_sanitizers_is_refused(tmp_path: Path) -> None:
+    plain = tmp_path / "_native.so"
+    plain.write_bytes(b"\0libstdc++.so.6\0")
+    with pytest.raises(InstallError, match="without AddressSanitizer"):
+        sanitize.sanitized(plain)
+
+
+TEST = """\
+import sys
+import types
+def test_kernels():
+    module = types.ModuleType("kernels.cpu._native")
+    module.__file__ = {file!r}
+    sys.modules[module.__name__] = module
+    {more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "more", "code", "said"),
+    [
+        ("checked", "pass", 0, ""),
+        ("installed", "pass", 1, "instead of the extension in"),
+        ("checked", "del sys.modules[module.__name__]", 1, "the tests used none instead of"),
+        ("checked", "sys.modules['torch'] = types.ModuleType('torch')", 1, "must not import torch"),
+    ],
+)
+def test_a_run_that_tested_something_else_fails(
+    tmp_path: Path, folder: str, more: str, code: int, said: str
+) -> None:
+    file = str(tmp_path / folder / "_native.so")
+    (tmp_path / "test_it.py").write_text(TEST.format(file=file, more=more))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tools.sanitize", "-p", "no:cacheprovider", "--rootdir", "."],
+        cwd=tmp_path,
+        env=os.environ | {"ESTAFET_NATIVE_PATH": str(tmp_path / "checked")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == code, run.stdout
+    assert "1 passed" in run.stdout
+    assert said in run.stderr
+
+
+def test_the_key_follows_sources_and_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "kernels" / "cpu" / "src" / "a.h"
+    source.parent.mkdir(parents=True)
+    source.write_text("// one")
+    keys = [sanitize.build_key(tmp_path), sanitize.build_key(tmp_path)]
+    source.write_text("// two")
+    keys.append(sanitize.build_key(tmp_path))
+    other = tmp_path / "c++"
+    other.write_text("#!/bin/sh\necho another compiler\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("CXX", str(other))
+    keys.append(sanitize.build_key(tmp_path))
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
+
+
+def test_a_build_that_is_there_is_taken(tmp_path: Path) -> None:
+    there = tmp_path / ".build" / "sanitize" / sanitize.build_key(tmp_path) / "_native.so"
+    there.parent.mkdir(parents=True)
+    there.touch()
+    assert sanitize.build(tmp_path) == there
+
+
+def test_checks_have_the_sanitizers_where_kernels_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "lacking", lambda: None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert "sanitizers" in [check.name for check in checks.checks(fast=True)]
+    monkeypatch.setattr(native, "lacking", lambda: "no compiler")
+    names = [check.name for check in checks.checks(fast=True)]
+    assert "sanitizers" not in names
+    assert names[-2:] == ["native kernels", "tests"]
