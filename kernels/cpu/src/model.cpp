@@ -48,7 +48,7 @@ Model::Model(const Variant& variant, const Shape& shape, const Pool& pool, int t
         bench.attention.resize(attention_floats(shape.head_dim, group));
         bench.attended.resize(size_t(attention_rows(group)) * group * shape.head_dim + LANES);
         bench.rows.resize(size_t(OWN_NORM_ROWS) * wide_ + LANES);
-        bench.sampling.resize(size_t(shape.vocab) * 2 + 2);
+        bench.sampling.resize(sampling_doubles(shape.vocab));
     }
 }
 

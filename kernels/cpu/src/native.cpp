@@ -73,6 +73,37 @@ Matrix matrix_of(const std::string& kind, int outputs, int inputs, Array<uint8_t
     return m;
 }
 
+// How each of `count` rows is sampled.
+//
+// doubles: [rows][6] of temperature, top_p, min_p, presence, frequency, repetition penalty.
+// integers: [rows][9] of seed, choice, position, top_k, mask (index or -1), first bias, biases, first log, prompt length;
+// a log ends where the row's position does, and is used when first log is not -1.
+// told: [rows] logprobs wanted, or -1; top_ids [rows][most] and top_logprobs [rows][1 + most] take them.
+std::vector<Sampling> sampling_of(size_t count, Table<double> doubles, Table<int64_t> integers, Table<uint32_t> masks,
+                                  Array<int32_t> bias_ids, Array<double> biases, Array<int32_t> logs, Array<int32_t> told,
+                                  Out<int32_t> top_ids, Out<double> top_logprobs) {
+    if (doubles.shape(0) != count || integers.shape(0) != count || doubles.shape(1) != 6 || integers.shape(1) != 9 ||
+        told.size() != count || bias_ids.size() != biases.size())
+        throw std::invalid_argument("a step's arrays differ in length");
+    std::vector<Sampling> sampling;
+    const size_t most = count ? top_ids.size() / count : 0;
+    for (size_t i = 0; i < count; i++) {
+        const double* d = doubles.data() + 6 * i;
+        const int64_t* n = integers.data() + 9 * i;
+        const int64_t position = n[2], mask = n[4], bias = n[5], bias_count = n[6], log = n[7], logprobs = told.data()[i];
+        if (mask >= int64_t(masks.shape(0)) || bias < 0 || bias_count < 0 || bias + bias_count > int64_t(biases.size()) ||
+            (log >= 0 && (position < 0 || log + position > int64_t(logs.size()) || n[8] < 0)))
+            throw std::invalid_argument("a row's mask, biases or log lie outside of their arrays");
+        if (logprobs >= 0 && (logprobs > int64_t(most) || top_logprobs.size() < count * (most + 1)))
+            throw std::invalid_argument("no room for the logprobs");
+        sampling.push_back({d[0], d[1], d[2], d[3], d[4], d[5], uint64_t(n[0]), uint64_t(n[1]), uint64_t(position), n[3],
+                            mask < 0 ? nullptr : masks.data() + size_t(mask) * masks.shape(1), bias_ids.data() + bias,
+                            biases.data() + bias, bias_count, log < 0 ? nullptr : logs.data() + log, n[8], logprobs,
+                            top_ids.data() + i * most, top_logprobs.data() + i * (most + 1)});
+    }
+    return sampling;
+}
+
 class NativeModel {
 public:
     NativeModel(const std::string& variant, const std::vector<int>& shape, double epsilon, Out<uint8_t> pool,
@@ -109,10 +140,6 @@ public:
     void set_window(int layer, int window) { model_.layers.at(layer).window = window; }
 
     // spans: [sequences][4] of first row, rows, position, where its table begins in `tables`.
-    // doubles: [wanted][6] of temperature, top_p, min_p, presence, frequency, repetition penalty.
-    // integers: [wanted][9] of seed, choice, position, top_k, mask (index or -1), first bias, biases, first log, prompt
-    // length; a log ends where the row's position does, and is used when first log is not -1.
-    // told: [wanted] logprobs wanted, or -1.
     void step(Array<int32_t> tokens, Table<int32_t> spans, Array<int32_t> tables, Array<int32_t> wanted,
               Table<double> doubles, Table<int64_t> integers, Table<uint32_t> masks, Array<int32_t> bias_ids,
               Array<double> biases, Array<int32_t> logs, Array<int32_t> told, Out<int32_t> sampled, Out<float> logits,
@@ -129,24 +156,12 @@ public:
             input.spans.push_back({s[0], s[1], s[2], tables.data() + s[3]});
         }
         const size_t count = wanted.size();
-        if (covered != input.rows || doubles.shape(0) != count || integers.shape(0) != count ||
-            doubles.shape(1) != 6 || integers.shape(1) != 9 || told.size() != count || sampled.size() != count)
+        if (covered != input.rows || sampled.size() != count)
             throw std::invalid_argument("a step's arrays differ in length");
         if (logits.size() && logits.size() != count * size_t(model_.shape.vocab))
             throw std::invalid_argument("logits do not have the shape [rows that want them][vocabulary]");
         input.wanted.assign(wanted.data(), wanted.data() + count);
-        const size_t most = count ? top_ids.size() / count : 0;
-        for (size_t i = 0; i < count; i++) {
-            const double* d = doubles.data() + 6 * i;
-            const int64_t* n = integers.data() + 9 * i;
-            Sampling s{d[0], d[1], d[2], d[3], d[4], d[5], uint64_t(n[0]), uint64_t(n[1]), uint64_t(n[2]), n[3],
-                       n[4] < 0 ? nullptr : masks.data() + size_t(n[4]) * masks.shape(1),
-                       bias_ids.data() + n[5], biases.data() + n[5], n[6],
-                       n[7] < 0 ? nullptr : logs.data() + n[7], n[8], told.data()[i],
-                       top_ids.data() + i * most, top_logprobs.data() + i * (most + 1)};
-            if (s.logprobs > int64_t(most)) throw std::invalid_argument("no room for the logprobs");
-            input.sampling.push_back(s);
-        }
+        input.sampling = sampling_of(count, doubles, integers, masks, bias_ids, biases, logs, told, top_ids, top_logprobs);
         input.sampled = sampled.data();
         input.logits = logits.size() ? logits.data() : nullptr;
         nb::gil_scoped_release released;
@@ -220,7 +235,23 @@ void embed(const std::string& variant, const std::string& kind, int outputs, int
     variant_named(variant).embed(m, token, out.data());
 }
 
-// e to each x, as attention and SiLU take it.
+// Samples a token for each row of logits [rows][vocab]; the other arrays as in a step.
+void sample(const std::string& variant, Table<float> logits, Table<double> doubles, Table<int64_t> integers,
+            Table<uint32_t> masks, Array<int32_t> bias_ids, Array<double> biases, Array<int32_t> logs, Array<int32_t> told,
+            Out<int32_t> sampled, Out<int32_t> top_ids, Out<double> top_logprobs) {
+    const Variant& v = variant_named(variant);
+    const size_t count = logits.shape(0);
+    const int vocab = int(logits.shape(1));
+    if (sampled.size() != count) throw std::invalid_argument("a step's arrays differ in length");
+    const std::vector<Sampling> sampling =
+        sampling_of(count, doubles, integers, masks, bias_ids, biases, logs, told, top_ids, top_logprobs);
+    nb::gil_scoped_release released;
+    std::vector<double> scratch(sampling_doubles(vocab));
+    for (size_t i = 0; i < count; i++)
+        sampled.data()[i] = v.sample(logits.data() + i * size_t(vocab), vocab, sampling[i], scratch.data());
+}
+
+// silu(gates) * ups, a multiple of 16 of them.
 void gate(const std::string& variant, Array<float> gates, Array<float> ups, Out<float> out) {
     if (gates.size() % LANES || ups.size() != gates.size() || out.size() != gates.size())
         throw std::invalid_argument("shapes differ");
@@ -274,6 +305,8 @@ NB_MODULE(_native, m) {
     m.def("variants", &variant_names, "The variants that this processor runs, the fastest first.");
     m.def("multiply", &multiply, "variant"_a, "kind"_a, "outputs"_a, "inputs"_a, "data"_a, "scales"_a, "x"_a, "out"_a);
     m.def("embed", &embed, "variant"_a, "kind"_a, "outputs"_a, "inputs"_a, "data"_a, "scales"_a, "token"_a, "out"_a);
+    m.def("sample", &sample, "variant"_a, "logits"_a, "doubles"_a, "integers"_a, "masks"_a, "bias_ids"_a, "biases"_a,
+          "logs"_a, "told"_a, "sampled"_a, "top_ids"_a, "top_logprobs"_a);
     m.def("gate", &gate, "variant"_a, "gates"_a, "ups"_a, "out"_a);
     m.def("read_bandwidth", &read_bandwidth, "threads"_a, "megabytes"_a = 1024);
     m.def("fma_rate", &fma_rate, "threads"_a);

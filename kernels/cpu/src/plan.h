@@ -115,7 +115,7 @@ struct Variant {
     void (*attend)(const Attention&, float* scratch, float* out);
     // One row of the embedding: number k of output `token` of the matrix, as float32.
     void (*embed)(const Matrix&, int token, float* out);
-    // The token that follows a row with these logits, or -1; scratch of 3 * vocab doubles.
+    // The token that follows a row with these logits, or -1; scratch of sampling_doubles().
     int (*sample)(const float* logits, int vocab, const Sampling&, double* scratch);
     // Reads `bytes` once; what it returns depends on all of them.
     uint64_t (*read)(const uint8_t* data, size_t bytes);
@@ -132,6 +132,9 @@ OWN size_t attention_floats(int head_dim, int group) {
     // keys and values of a block, keys again by dimension; queries by tile; weights, sums, outputs
     return 3 * KEYS * wide + queries * (2 * wide + 2 * KEYS + 4) + 16 * wide;
 }
+
+// Values, ids and ids again.
+OWN size_t sampling_doubles(int vocab) { return size_t(vocab) * 2 + 2; }
 
 extern const Variant portable_variant;
 #ifdef ESTAFET_X86
