@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.model import read_config
 from kernels.backend import StepResult
+from kernels.quantize import E4M3_MAX, LEAST_MAXIMUM, decode_e4m3, encode_e4m3
 from kernels.rows import check_pool, check_rows
 from kernels.sampling import logprobs_step, sample_step
 from kernels.weights import EMBEDDING, FINAL_NORM, Weights
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-"""numpy has no bfloat16: its bits are kept as uint16."""
+STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "float8": np.uint8}
+"""numpy has no bfloat16 and no float8: their bits are kept."""
 
 
 def to_page(values: Floats, dtype: KVDtype) -> NDArray[Any]:
-    """Round to the page dtype (nearest, ties to even); bfloat16 as its bits in uint16."""
+    """Round to a page dtype without scales (nearest, ties to even); bfloat16 as its bits in uint16."""
     if dtype != "bfloat16":
         return values.astype(STORED[dtype])
     bits = values.astype(np.float32).view(np.uint32)
@@ -48,6 +49,43 @@ def from_page(stored: NDArray[Any], dtype: KVDtype) -> Floats:
     return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
 
 
+def to_float8(heads: Floats) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """The e4m3fn codes and the scales [...] of numbers [..., head_dim]: the greatest becomes ±448."""
+    numbers = heads.astype(np.float32)
+    greatest = np.abs(numbers).max(axis=-1)
+    scales: NDArray[np.float32] = np.maximum(greatest, LEAST_MAXIMUM) / np.float32(E4M3_MAX)
+    return encode_e4m3(numbers / scales[..., None]), scales
+
+
+class PageArrays:
+    """The numbers of a pool of pages, as engine.shapes lays them out."""
+
+    def __init__(self, pool: NDArray[np.uint8], shape: PageShape) -> None:
+        fields = [("numbers", STORED[shape.dtype], (shape.tokens, shape.head_dim))]
+        scales = [("scales", np.float32, (shape.tokens,))] if shape.dtype == "float8" else []
+        heads = pool.view(np.dtype(fields + scales)).reshape(-1, shape.layers, 2, shape.kv_heads)
+        self._dtype = shape.dtype
+        self._numbers = heads["numbers"]
+        self._scales = heads["scales"] if scales else None
+
+    def write(self, page: int, layer: int, which: int, slot: int, heads: Floats) -> None:
+        """Store one token's keys (`which` 0) or values (1) [kv_heads, head_dim]."""
+        if self._scales is None:
+            self._numbers[page, layer, which, :, slot] = to_page(heads, self._dtype)
+        else:
+            codes, scales = to_float8(heads)
+            self._numbers[page, layer, which, :, slot] = codes
+            self._scales[page, layer, which, :, slot] = scales
+
+    def read(self, pages: NDArray[np.int32], layer: int, slots: NDArray[Any]) -> Floats:
+        """The exact keys and values [n, 2, kv_heads, head_dim] of n tokens in their pages' slots."""
+        stored = self._numbers[pages, layer, :, :, slots]
+        if self._scales is None:
+            return from_page(stored, self._dtype)
+        scales = self._scales[pages, layer, :, :, slots].astype(np.float64)
+        return decode_e4m3(stored).astype(np.float64) * scales[..., None]
+
+
 class ReferenceBackend:
     """The Backend protocol in float64 over pages of the pool; keys and values are read back from pages."""
 
@@ -56,11 +94,8 @@ class ReferenceBackend:
         self.page_shape = page_shape
         self.pages = check_pool(pool, page_shape, self.config)
         self.weights = Weights(model_folder, self.config)
-        shape = page_shape
-        self._pool = pool.view(STORED[shape.dtype]).reshape(
-            self.pages, shape.layers, 2, shape.kv_heads, shape.tokens, shape.head_dim
-        )
-        self.numerics_id = f"reference-fp64-1:fp32:{self.config.weights_id}:kv-{shape.dtype}:tp1"
+        self._pool = PageArrays(pool, page_shape)
+        self.numerics_id = f"reference-fp64-1:fp32:{self.config.weights_id}:kv-{page_shape.dtype}:tp1"
 
     def step(self, rows: Rows, *, return_logits: bool = False) -> StepResult:
         """Fill the rows' positions and sample where asked; ValueError for rows that do not fit."""
@@ -102,6 +137,10 @@ class ReferenceBackend:
             axis=1,
         )
 
+    def _seen(self, layer: int, position: int) -> NDArray[np.intp]:
+        """The positions that a layer's query at `position` attends to."""
+        return np.arange(position + 1)
+
     def _attention(self, layer: int, x: Floats, position: int, table: NDArray[np.int32]) -> Floats:
         config, tokens = self.config, self.page_shape.tokens
         h = self._norm(x, self.weights.layer(layer, "input_layernorm.weight"))
@@ -110,11 +149,10 @@ class ReferenceBackend:
         v = self._linear(layer, "self_attn.v_proj", h).reshape(config.kv_heads, config.head_dim)
         q, k = self._rotate(q, position), self._rotate(k, position)
         page, slot = table[position // tokens], position % tokens
-        self._pool[page, layer, 0, :, slot] = to_page(k, self.page_shape.dtype)
-        self._pool[page, layer, 1, :, slot] = to_page(v, self.page_shape.dtype)
-        seen = np.arange(position + 1)
-        stored = self._pool[table[seen // tokens], layer, :, :, seen % tokens]
-        keys_values = from_page(stored, self.page_shape.dtype)
+        self._pool.write(page, layer, 0, slot, k)
+        self._pool.write(page, layer, 1, slot, v)
+        seen = self._seen(layer, position)
+        keys_values = self._pool.read(table[seen // tokens], layer, seen % tokens)
         out = np.empty((config.heads, config.head_dim))
         for head in range(config.heads):
             group = head // (config.heads // config.kv_heads)

@@ -44,6 +44,10 @@ class TorchBackend:
     ) -> None:
         if threads < 1:
             raise StartError(f"threads must be 1 or more, not {threads}")
+        if page_shape.dtype == "float8":
+            raise StartError(
+                "the torch backend has no float8 pages; take the native backend or bfloat16 pages"
+            )
         self.config = read_config(model_folder)
         self.page_shape = page_shape
         self.pages = check_pool(pool, page_shape, self.config)

@@ -10,6 +10,7 @@ import numpy as np
 from engine.sampling import GREEDY, SamplingParams
 from kernels.backend import Backend, Rows, StepResult
 from kernels.backends import open_backend
+from kernels.formats import WeightFormat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.model import ModelConfig
+    from kernels.formats import WeightKind
 
 POISON = 0xFF
 """Every byte of a fresh pool: NaN in all page dtypes."""
@@ -57,10 +59,21 @@ class Pages:
         pages: int = 400,
         threads: int = 1,
         seed: int = 0,
+        kind: WeightKind | None = None,
+        variant: str | None = None,
+        pool: NDArray[np.uint8] | None = None,
     ) -> None:
+        """`kind` of the native backend's matrices, and `variant` of its kernels; `pool`: another's."""
         self.shape = config.page_shape(tokens, dtype)
-        self.pool = np.full(pages * self.shape.page_bytes, POISON, np.uint8)
-        self.backend: Backend = open_backend(name, folder, self.pool, self.shape, threads)
+        self.pool = np.full(pages * self.shape.page_bytes, POISON, np.uint8) if pool is None else pool
+        weights = None if kind is None else WeightFormat(kind, kind)
+        self.backend: Backend
+        if variant is None:
+            self.backend = open_backend(name, folder, self.pool, self.shape, threads, weights)
+        else:
+            from kernels.cpu.backend import NativeBackend
+
+            self.backend = NativeBackend(folder, self.pool, self.shape, threads, weights, variant=variant)
         self._free = np.random.default_rng(seed).permutation(pages).astype(np.int32).tolist()
         self._tables: dict[int, list[int]] = {}
 
@@ -70,6 +83,11 @@ class Pages:
         while len(table) * self.shape.tokens < positions:
             table.append(self._free.pop())
         return np.array(table, np.int32)
+
+    def share(self, sequence: int, table: NDArray[np.int32]) -> None:
+        """Let a new sequence begin with pages that are filled; they stay whose they were."""
+        assert sequence not in self._tables
+        self._tables[sequence] = table.tolist()
 
     def rows(self, chunks: list[Chunk]) -> Rows:
         """The step's rows of the given chunks, in their order."""
@@ -114,13 +132,23 @@ class Pages:
         return [np.concatenate(parts) for parts in made]
 
     def stored(self, sequence: int, positions: int) -> NDArray[np.uint8]:
-        """Bytes of a sequence's keys and values, [positions, layers, 2, kv_heads, bytes of a head]."""
+        """Bytes of a sequence's keys and values, [positions, layers, 2, kv_heads, bytes of a head].
+
+        Of float8 pages, each head's scale stands behind its codes.
+        """
         shape = self.shape
-        bytes_of_head = shape.head_dim * shape.item_bytes
-        pool = self.pool.reshape(-1, shape.layers, 2, shape.kv_heads, shape.tokens, bytes_of_head)
+        heads = self.pool.reshape(
+            -1, shape.layers, 2, shape.kv_heads, self.shape.page_bytes // (shape.layers * 2 * shape.kv_heads)
+        )
         at = np.arange(positions)
-        table = self.table(sequence, positions)
-        return pool[table[at // shape.tokens], :, :, :, at % shape.tokens]
+        pages, slots = self.table(sequence, positions)[at // shape.tokens], at % shape.tokens
+        size = shape.tokens * shape.head_dim * shape.item_bytes
+        parts = [
+            part.reshape(*part.shape[:4], shape.tokens, -1)[pages, :, :, :, slots]
+            for part in (heads[..., :size], heads[..., size:])
+            if part.size
+        ]
+        return np.concatenate(parts, axis=-1)
 
 
 def random_logs(count: int, longest: int, vocab_size: int, seed: int) -> list[list[int]]:

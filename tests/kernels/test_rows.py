@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from native_kernels import INSTALLED
 from row_steps import POISON, Chunk, Pages
 
 from engine.errors import StartError
 from engine.sampling import SamplingParams
 from kernels.backend import Rows, TokenLog
-from kernels.backends import open_backend
+from kernels.backends import NAMES, open_backend
 from kernels.random_model import write_random_model
 from kernels.sampling import logprobs_of
 
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture(params=["torch", "reference"])
+HERE = [name for name in NAMES if name != "native" or INSTALLED]
+
+
+@pytest.fixture(params=HERE)
 def pages(request: pytest.FixtureRequest, tmp_path: Path) -> Pages:
     return Pages(request.param, tmp_path, write_random_model(tmp_path, context_length=64), tokens=8, pages=10)
 
@@ -88,11 +92,17 @@ def test_logprobs_come_for_the_rows_that_ask(pages: Pages) -> None:
     result = pages.backend.step(replace(rows, logprobs=(2, None, 0)))
     assert result.tokens.tolist() == plain.tokens.tolist()
     assert plain.logits is not None
-    expected = [logprobs_of(plain.logits[row], int(result.tokens[row]), 2) for row in range(3)]
-    assert result.logprobs == (*expected, None)
-    assert all(
-        made.top[0] == (token, made.logprob) for made, token in zip(expected, result.tokens, strict=False)
-    )
+    assert result.logprobs[3] is None
+    for row, made in enumerate(result.logprobs[:3]):
+        token = int(result.tokens[row])
+        expected = logprobs_of(plain.logits[row], token, 2)
+        assert made is not None
+        assert [id_ for id_, _ in made.top] == [id_ for id_, _ in expected.top]
+        # the native backend's exp and log are its own
+        assert [made.logprob, *dict(made.top).values()] == pytest.approx(
+            [expected.logprob, *dict(expected.top).values()], abs=1e-12, rel=0
+        )
+        assert made.top[0] == (token, made.logprob)
 
 
 def test_a_step_without_rows_does_nothing(pages: Pages) -> None:
@@ -109,17 +119,21 @@ def test_what_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
     config = write_random_model(tmp_path)
     shape = config.page_shape(16, "float32")
     pool = np.zeros(shape.page_bytes * 2, np.uint8)
-    with pytest.raises(StartError, match="unknown backend 'abacus'; known are torch, reference"):
+    with pytest.raises(StartError, match="unknown backend 'abacus'; known are native, torch, reference"):
         open_backend("abacus", tmp_path, pool, shape, 1)
-    for name in ("torch", "reference"):
+    for name in HERE:
         with pytest.raises(StartError, match="not some pages"):
             open_backend(name, tmp_path, pool[:-4], shape, 1)
         with pytest.raises(StartError, match="not some pages"):
             open_backend(name, tmp_path, pool[:0], shape, 1)
         with pytest.raises(StartError, match="writable"):
             open_backend(name, tmp_path, np.frombuffer(bytes(pool), np.uint8), shape, 1)
-    with pytest.raises(StartError, match="threads"):
-        open_backend("torch", tmp_path, pool, shape, 0)
     other = write_random_model(tmp_path / "other", layers=3).page_shape(16, "float32")
-    with pytest.raises(StartError, match="page shape"):
-        open_backend("torch", tmp_path, pool, other, 1)
+    for name in HERE[:-1]:
+        with pytest.raises(StartError, match="threads"):
+            open_backend(name, tmp_path, pool, shape, 0)
+        with pytest.raises(StartError, match="page shape"):
+            open_backend(name, tmp_path, pool, other, 1)
+    float8 = config.page_shape(16, "float8")
+    with pytest.raises(StartError, match="no float8 pages; take the native backend"):
+        open_backend("torch", tmp_path, np.zeros(float8.page_bytes, np.uint8), float8, 1)
