@@ -19,6 +19,11 @@ BLOCK = 128
 """Outputs and inputs of a block that has one scale, as GLM-5 and DeepSeek checkpoints have it."""
 
 
+Activations = Literal["fp32", "bf16"]
+"""What the inputs of FP8 matrices are computed in. bf16: they are rounded first, which processors with bf16
+dot products compute twice as fast; the others get the same bits."""
+
+
 class WeightFormat(msgspec.Struct, frozen=True):
     """The kinds of one model's matrices."""
 

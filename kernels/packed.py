@@ -8,9 +8,10 @@ Made of a prepared folder, once for each weight format. Integers and numbers are
     vectors    float32, and the scales of matrices, each on a multiple of 64 bytes
     matrices   each on a multiple of 4096 bytes
 
-A matrix [outputs, inputs] lies as strips of 64 outputs, the last one filled up with zeros:
-[ceil(outputs / 64)][inputs][64]. Of each 32 outputs of an input, output o lies at place 2 (o mod 16) + o div
-16, so that a word of two items holds the outputs i and i + 16; fp32 is not interleaved. Scales are float32
+A matrix [outputs, inputs] lies as strips of 64 outputs, the last one filled up with zeros. fp32 is
+[ceil(outputs / 64)][inputs][64]. Smaller items lie in pairs of inputs, an odd number of inputs filled up with
+a zero: [ceil(outputs / 64)][ceil(inputs / 2)][64][2], of a pair the second input first, so that a word's upper
+half is the even input: what bf16 dot products take first. Scales are float32
 [ceil(outputs / 64)][ceil(inputs / 128)]: of the block in which the strip lies.
 """
 
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
 
-LAYOUT = 1
+LAYOUT = 2
 """To be raised whenever the same weights would be packed in another way."""
 STRIP = 64
 """Outputs of a strip."""
@@ -99,7 +100,7 @@ class PackedMatrix:
     outputs: int
     inputs: int
     data: NDArray[np.uint8]
-    """1-D, strips × inputs × 64 × bytes of an item; begins on a page of 4096 bytes."""
+    """1-D, the strips one after the other; begins on a page of 4096 bytes."""
     scales: Floats
     """[strips, ceil(inputs / 128)]; empty, [0, 0], for bf16 and fp32."""
 
@@ -130,24 +131,28 @@ _ITEMS: dict[WeightKind, type[np.generic]] = {
 
 
 def to_strips(items: NDArray[Any]) -> NDArray[Any]:
-    """A matrix of items [outputs, inputs] in strips, [strips, inputs, 64]."""
+    """A matrix of items [outputs, inputs] in strips: [strips, inputs, 64] of float32, else
+    [strips, pairs of inputs, 64, 2]."""
     outputs, inputs = items.shape
-    strips = -(-outputs // STRIP)
-    if outputs % STRIP:
-        items = np.concatenate([items, np.zeros((strips * STRIP - outputs, inputs), items.dtype)])
-    if items.dtype == np.float32:
-        return np.ascontiguousarray(items.reshape(strips, STRIP, inputs).swapaxes(1, 2))
-    groups = items.reshape(strips, 2, 2, 16, inputs).transpose(0, 4, 1, 3, 2)
-    return np.ascontiguousarray(groups).reshape(strips, inputs, STRIP)
+    pairs = items.dtype != np.float32
+    missing = (-outputs % STRIP, inputs % 2 if pairs else 0)
+    if any(missing):
+        items = np.pad(items, ((0, missing[0]), (0, missing[1])))
+    if not pairs:
+        return np.ascontiguousarray(items.reshape(-1, STRIP, inputs).swapaxes(1, 2))
+    halves = items.reshape(-1, STRIP, items.shape[1] // 2, 2)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)[..., ::-1])
 
 
 def from_strips(items: NDArray[Any], outputs: int, inputs: int) -> NDArray[Any]:
     """The matrix [outputs, inputs] of items that lie in strips."""
     if items.dtype == np.float32:
-        rows = items.reshape(-1, inputs, STRIP).swapaxes(1, 2)
+        rows = items.reshape(-1, inputs, STRIP).swapaxes(1, 2).reshape(-1, inputs)
     else:
-        rows = items.reshape(-1, inputs, 2, 16, 2).transpose(0, 2, 4, 3, 1)
-    return np.ascontiguousarray(rows.reshape(-1, inputs)[:outputs])
+        pairs = -(-inputs // 2)
+        halves = items.reshape(-1, pairs, STRIP, 2)[..., ::-1]
+        rows = halves.swapaxes(1, 2).reshape(-1, 2 * pairs)
+    return np.ascontiguousarray(rows[:outputs, :inputs])
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────
@@ -271,7 +276,8 @@ def _sizes(shape: tuple[int, ...], kind: WeightKind) -> tuple[int, int]:
     outputs, inputs = shape
     strips = -(-outputs // STRIP)
     scales = 0 if kind in ("fp32", "bf16") else 4 * strips * -(-inputs // BLOCK)
-    return strips * STRIP * inputs * ITEM_BYTES[kind], scales
+    wide = inputs if kind == "fp32" else inputs + inputs % 2
+    return strips * STRIP * wide * ITEM_BYTES[kind], scales
 
 
 # ── packing ───────────────────────────────────────────────────────────────────────────────────

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.sampling import SamplingParams
     from engine.shapes import PageShape
     from kernels.backend import Rows, TokenLog
-    from kernels.formats import WeightFormat
+    from kernels.formats import Activations, WeightFormat
     from kernels.packed import PackedMatrix
     from kernels.rows import Span
 
@@ -66,12 +66,13 @@ class NativeBackend:
         threads: int,
         weights: WeightFormat | None = None,
         *,
+        activations: Activations = "fp32",
         variant: str | None = None,
         cores: Sequence[int] = (),
     ) -> None:
         """Open the packed weights of a prepared folder, packing them first unless they are there.
 
-        `variant`: one of `native().variants()`, by default the fastest. `cores`: where the threads are
+        `activations`: what the inputs of FP8 matrices are rounded to. `variant`: one of `native().variants()`, by default the fastest. `cores`: where the threads are
         pinned, one each; none: nowhere.
         """
         module = native()
@@ -119,9 +120,11 @@ class NativeBackend:
         self._set_matrix(0, "embedding", EMBEDDING)
         self._set_matrix(0, "head", HEAD)
         self._model.set_norm(0, "final", self._weights.vector(FINAL_NORM))
+        self._model.set_rounds(activations == "bf16")
         tables = hashlib.blake2b(self._cos.tobytes() + self._sin.tobytes(), digest_size=4).hexdigest()
         self.numerics_id = (
-            f"native-{NUMERICS}-{tables}:{self.format}:{config.weights_id}:kv-{page_shape.dtype}:tp1"
+            f"native-{NUMERICS}-{tables}:{self.format}-{activations}:{config.weights_id}"
+            f":kv-{page_shape.dtype}:tp1"
         )
         self._sampling = SamplingColumns(config.vocab_size)
 

@@ -205,8 +205,8 @@ void attend_rows(const Attention& a, float* scratch, float* out) {
     for (size_t i = 0; i < size_t(queries) * wide; i++) values[i] = 0.0f;
     const Tiles tiles(queries, SCORE_ROWS);
     for (int q = 0; q < queries; q++) {
-        int step = 1;
-        float* place = many ? turned + tiles.place(q, wide, step) : turned + size_t(q) * wide;
+        const int t = tiles.of(q), step = many ? tiles.size(t) : 1;
+        float* place = turned + (many ? tiles.place(t, wide, Store::plain) + (q - tiles.start(t)) : size_t(q) * wide);
         const float* query = a.queries + size_t(q / a.group) * a.stride + size_t(q % a.group) * size;
         for (int d = 0; d < wide; d++) place[size_t(d) * step] = d < size ? query[d] : 0.0f;
     }

@@ -33,18 +33,30 @@ void gate_numbers(const float* gates, const float* ups, float* out, int n) {
     }
 }
 
-void norm_row(const float* x, const float* weight, float epsilon, int width, float* out, int step) {
+void norm_row(const float* x, const float* weight, float epsilon, int width, float* out) {
     Lanes squares = zero();
     for (int i = 0; i < width; i += LANES) {
         const Lanes v = load(x + i);
         squares = fma(v, v, squares);
     }
     const float inverse = 1.0f / __builtin_sqrtf(sum(squares) / float(width) + epsilon);
-    if (step == 1) {
-        for (int i = 0; i < width; i++) out[i] = x[i] * inverse * weight[i];
-    } else {
-        for (int i = 0; i < width; i++) out[size_t(i) * step] = x[i] * inverse * weight[i];
+    for (int i = 0; i < width; i++) out[i] = x[i] * inverse * weight[i];
+}
+
+void spread_row(const float* numbers, int count, int first, float* tile, int size, int row, Store how) {
+    if (how == Store::pairs) {
+        uint32_t* words = reinterpret_cast<uint32_t*>(tile) + size_t(first / 2) * size + row;
+        for (int i = 0; i < count / 2; i++)
+            words[size_t(i) * size] =
+                uint32_t(round_activation(numbers[2 * i])) << 16 | round_activation(numbers[2 * i + 1]);
+        if (count % 2) words[size_t(count / 2) * size] = uint32_t(round_activation(numbers[count - 1])) << 16;
+        return;
     }
+    float* place = tile + size_t(first) * size + row;
+    if (how == Store::rounded)
+        for (int i = 0; i < count; i++) place[size_t(i) * size] = from_bf16(round_activation(numbers[i]));
+    else
+        for (int i = 0; i < count; i++) place[size_t(i) * size] = numbers[i];
 }
 
 void rotate_head(float* head, const float* cos, const float* sin, int half, float scale) {

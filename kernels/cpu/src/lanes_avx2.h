@@ -132,29 +132,27 @@ inline Lanes load_fp8(const uint8_t* p) {
     return from_halves(low_codes(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
 }
 
+constexpr int UNIT = 1;  // vectors that are unpacked at once
+
+// Outputs 16q … 16q + 15 of a pair of inputs of a strip.
 template <Kind kind>
-inline Lanes unpack(const uint8_t* row, int q) {
-    if (kind == Kind::fp32) return load(reinterpret_cast<const float*>(row) + 16 * q);
+inline void unpack(const uint8_t* pair, int q, Lanes even[UNIT], Lanes odd[UNIT]) {
+    const __m256i* p = reinterpret_cast<const __m256i*>(pair + size_t(32) * q * bytes_of(kind));
+    const __m256i words = _mm256_loadu_si256(p);
     if (kind == Kind::bf16) {
-        const __m256i* p = reinterpret_cast<const __m256i*>(row + 64 * (q / 2));
-        const __m256i a = _mm256_loadu_si256(p), b = _mm256_loadu_si256(p + 1);
-        if (q % 2 == 0)
-            return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
-        const __m256i mask = _mm256_set1_epi32(int(0xffff0000));
-        return {_mm256_castsi256_ps(_mm256_and_si256(a, mask)), _mm256_castsi256_ps(_mm256_and_si256(b, mask))};
+        const __m256i more = _mm256_loadu_si256(p + 1), mask = _mm256_set1_epi32(int(0xffff0000));
+        *even = {_mm256_castsi256_ps(_mm256_and_si256(words, mask)), _mm256_castsi256_ps(_mm256_and_si256(more, mask))};
+        *odd = {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(more, 16))};
+    } else if (kind == Kind::fp8) {
+        *even = from_halves(high_codes(words));
+        *odd = from_halves(low_codes(words));
+    } else {
+        const __m256i a = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(words));
+        const __m256i b = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1));
+        *even = {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 8)), _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 8))};
+        *odd = {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24), 24)),
+                _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 24), 24))};
     }
-    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * (q / 2)));
-    if (kind == Kind::fp8) return from_halves(q % 2 ? high_codes(words) : low_codes(words));
-    const __m256i a = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(words));
-    const __m256i b = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1));
-    if (q % 2) return {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 8)), _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 8))};
-    return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24), 24)),
-            _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 24), 24))};
-}
-// Vectors q … q + WIDTH - 1 of a row.
-template <Kind kind, int WIDTH>
-inline void unpack(const uint8_t* row, int q, Lanes w[WIDTH]) {
-    for (int v = 0; v < WIDTH; v++) w[v] = unpack<kind>(row, q + v);
 }
 inline void ahead(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 

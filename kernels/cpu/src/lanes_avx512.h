@@ -119,47 +119,36 @@ inline Lanes load_fp8(const uint8_t* p) {
     return {_mm512_cvtph_ps(half)};
 }
 
-// Two vectors of a row, those of its 32 outputs number g.
-template <Kind kind>
-inline void unpack_pair(const uint8_t* row, int g, Lanes w[2]) {
-    if (kind == Kind::fp32) {
-        for (int v = 0; v < 2; v++) w[v] = load(reinterpret_cast<const float*>(row) + 32 * g + 16 * v);
-    } else if (kind == Kind::bf16) {
-        const __m512i pair = _mm512_loadu_si512(row + 64 * g);
-        w[0] = {_mm512_castsi512_ps(_mm512_slli_epi32(pair, 16))};
-        w[1] = {_mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(int(0xffff0000))))};
-    } else if (kind == Kind::fp8) {
-        const __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * g));
-        const __m256i low = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(pair, 8), 1),
-                                             _mm256_set1_epi16(short(0xbfff)));
-        const __m256i high = _mm256_and_si256(_mm256_srai_epi16(pair, 1), _mm256_set1_epi16(short(0xbf80)));
-        w[0] = {_mm512_cvtph_ps(low)};
-        w[1] = {_mm512_cvtph_ps(high)};
-    } else {
-        const __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * g));
-        const __m512i wide = _mm512_cvtepi16_epi32(pair);
-        w[0] = {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(wide, 24), 24))};
-        w[1] = {_mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 8))};
-    }
-}
+constexpr int UNIT = 2;  // vectors that are unpacked at once
 
-// Vectors q … q + WIDTH - 1 of a row; q is a multiple of WIDTH.
-template <Kind kind, int WIDTH>
-inline void unpack(const uint8_t* row, int q, Lanes w[WIDTH]) {
-    static_assert(WIDTH == 2 || WIDTH == 4, "pairs share a register");
-    if (WIDTH == 4 && kind == Kind::fp8) {
+// Outputs 16q … 16q + 31 of a pair of inputs of a strip.
+template <Kind kind>
+inline void unpack(const uint8_t* pair, int q, Lanes even[UNIT], Lanes odd[UNIT]) {
+    const uint8_t* p = pair + size_t(32) * q * bytes_of(kind);
+    const __m512i words = _mm512_loadu_si512(p);
+    if (kind == Kind::bf16) {
+        const __m512i more = _mm512_loadu_si512(p + 64), mask = _mm512_set1_epi32(int(0xffff0000));
+        even[0] = {_mm512_castsi512_ps(_mm512_and_si512(words, mask))};
+        even[1] = {_mm512_castsi512_ps(_mm512_and_si512(more, mask))};
+        odd[0] = {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
+        odd[1] = {_mm512_castsi512_ps(_mm512_slli_epi32(more, 16))};
+    } else if (kind == Kind::fp8) {
         // The low bytes need the shift by 8 first, the high ones lie where they shall; the masks take out what the
         // arithmetic shift and the neighbour leave.
-        const __m512i pair = _mm512_loadu_si512(row);
-        const __m512i low = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(pair, 8), 1),
+        const __m512i low = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(words, 8), 1),
                                              _mm512_set1_epi16(short(0xbfff)));
-        const __m512i high = _mm512_and_si512(_mm512_srai_epi16(pair, 1), _mm512_set1_epi16(short(0xbf80)));
-        w[0] = {_mm512_cvtph_ps(_mm512_castsi512_si256(low))};
-        w[1] = {_mm512_cvtph_ps(_mm512_castsi512_si256(high))};
-        w[WIDTH - 2] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(low, 1))};
-        w[WIDTH - 1] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(high, 1))};
+        const __m512i high = _mm512_and_si512(_mm512_srai_epi16(words, 1), _mm512_set1_epi16(short(0xbf80)));
+        even[0] = {_mm512_cvtph_ps(_mm512_castsi512_si256(high))};
+        even[1] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(high, 1))};
+        odd[0] = {_mm512_cvtph_ps(_mm512_castsi512_si256(low))};
+        odd[1] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(low, 1))};
     } else {
-        for (int g = 0; g < WIDTH / 2; g++) unpack_pair<kind>(row, q / 2 + g, w + 2 * g);
+        for (int v = 0; v < 2; v++) {
+            const __m512i wide = _mm512_cvtepi16_epi32(
+                v ? _mm512_extracti64x4_epi64(words, 1) : _mm512_castsi512_si256(words));
+            even[v] = {_mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 8))};
+            odd[v] = {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(wide, 24), 24))};
+        }
     }
 }
 inline void ahead(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

@@ -124,30 +124,25 @@ inline Lanes load_fp8(const uint8_t* p) {
     return r;
 }
 
-// Outputs 16q … 16q + 15 of one k of a strip.
+constexpr int UNIT = 1;  // vectors that are unpacked at once
+
+// Outputs 16q … 16q + 15 of a pair of inputs of a strip.
 template <Kind kind>
-inline Lanes unpack(const uint8_t* row, int q) {
-    Lanes r;
-    EACH {
-        const int place = 32 * (q / 2) + 2 * i + q % 2;
-        if (kind == Kind::fp32) {
-            std::memcpy(&r.f[i], row + 4 * (16 * q + i), 4);
-        } else if (kind == Kind::bf16) {
+inline void unpack(const uint8_t* pair, int q, Lanes even[UNIT], Lanes odd[UNIT]) {
+    EACH for (int half = 0; half < 2; half++) {
+        const uint8_t* p = pair + (2 * (16 * q + i) + half) * bytes_of(kind);
+        float value;
+        if (kind == Kind::bf16) {
             uint16_t bits;
-            std::memcpy(&bits, row + 2 * place, 2);
-            r.f[i] = from_bf16(bits);
+            std::memcpy(&bits, p, 2);
+            value = from_bf16(bits);
         } else if (kind == Kind::fp8) {
-            r.f[i] = from_fp16(fp8_as_fp16(row[place]));
+            value = from_fp16(fp8_as_fp16(*p));
         } else {
-            r.f[i] = float(int8_t(row[place]));
+            value = float(int8_t(*p));
         }
+        (half ? even : odd)->f[i] = value;
     }
-    return r;
-}
-// Vectors q … q + WIDTH - 1 of a row.
-template <Kind kind, int WIDTH>
-inline void unpack(const uint8_t* row, int q, Lanes w[WIDTH]) {
-    for (int v = 0; v < WIDTH; v++) w[v] = unpack<kind>(row, q + v);
 }
 inline void ahead(const void*) {}
 

@@ -16,27 +16,56 @@ constexpr float unit() {
     return kind == Kind::fp8 ? 256.0f : 1.0f;  // fp8 weights are unpacked as value / 256
 }
 
+// As `unpack`, float32 included, of which the second row of the last pair may be missing.
+template <Kind kind>
+inline void unpack_pair(const uint8_t* pair, int q, bool whole, Lanes even[UNIT], Lanes odd[UNIT]) {
+    if constexpr (kind == Kind::fp32) {
+        const float* p = reinterpret_cast<const float*>(pair) + LANES * q;
+        for (int u = 0; u < UNIT; u++) {
+            even[u] = load(p + LANES * u);
+            odd[u] = whole ? load(p + STRIP + LANES * u) : zero();
+        }
+    } else {
+        unpack<kind>(pair, q, even, odd);
+    }
+}
+
 // Adds ROWS × WIDTH * 16 sums over `count` inputs, times `scale`, to `out`; weights from packed rows, unpacked while the
-// products of the ones before are under way. With `panel`, they are left there for other rows, [count][WIDTH * 16].
+// products of the ones before are under way. With `KEEP` they are left in `panel` for other rows, [count][WIDTH * 16].
 template <Kind kind, int ROWS, int WIDTH, bool KEEP>
 inline void direct_block(const uint8_t* weights, int first, int count, const float* x, float scale, float* out,
                          float* panel) {
-    constexpr size_t row_bytes = size_t(STRIP) * bytes_of(kind);
+    static_assert(WIDTH % UNIT == 0, "whole units");
+    constexpr int pair_bytes = 2 * STRIP * bytes_of(kind);
     Lanes sums[ROWS][WIDTH];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) sums[r][v] = zero();
-#pragma GCC unroll 2
-    for (int k = 0; k < count; k++) {
-        Lanes w[WIDTH];
-        unpack<kind, WIDTH>(weights + k * row_bytes, first, w);
-        if (first == 0) ahead(weights + k * row_bytes + AHEAD);
-        if (KEEP)
-            for (int v = 0; v < WIDTH; v++) store(panel + (k * WIDTH + v) * LANES, w[v]);
-        for (int r = 0; r < ROWS; r++) {
-            const Lanes value = all(x[k * ROWS + r]);
-            for (int v = 0; v < WIDTH; v++) sums[r][v] = fma(value, w[v], sums[r][v]);
+    const auto pair = [&](int k, bool whole) {
+        const uint8_t* p = weights + size_t(k / 2) * pair_bytes;
+        if (first == 0)
+            for (int line = 0; line < pair_bytes; line += 64) ahead(p + AHEAD + line);
+        for (int v = 0; v < WIDTH; v += UNIT) {
+            Lanes even[UNIT], odd[UNIT];
+            unpack_pair<kind>(p, first + v, whole, even, odd);
+            if (KEEP)
+                for (int u = 0; u < UNIT; u++) {
+                    store(panel + (size_t(k) * WIDTH + v + u) * LANES, even[u]);
+                    if (whole) store(panel + (size_t(k + 1) * WIDTH + v + u) * LANES, odd[u]);
+                }
+            for (int r = 0; r < ROWS; r++) {
+                const Lanes value = all(x[k * ROWS + r]);
+                for (int u = 0; u < UNIT; u++) sums[r][v + u] = fma(value, even[u], sums[r][v + u]);
+            }
+            if (whole)
+                for (int r = 0; r < ROWS; r++) {
+                    const Lanes value = all(x[(k + 1) * ROWS + r]);
+                    for (int u = 0; u < UNIT; u++) sums[r][v + u] = fma(value, odd[u], sums[r][v + u]);
+                }
         }
-    }
+    };
+    int k = 0;
+    for (; k + 2 <= count; k += 2) pair(k, true);
+    if (k < count) pair(k, false);
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) {
             float* place = out + r * STRIP + LANES * (first + v);
@@ -95,7 +124,7 @@ FirstTile first_tile_of(int rows, std::integer_sequence<int, ROW...>) {
 template <Kind kind>
 void strip_of_kind(const Matrix& m, int strip, const float* x, const Tiles& tiles, float* scratch, float* out) {
     constexpr auto all_rows = std::make_integer_sequence<int, TILE>();
-    constexpr size_t row_bytes = size_t(STRIP) * bytes_of(kind);
+    constexpr size_t row_bytes = size_t(STRIP) * bytes_of(kind);  // a block begins with a pair
     const float* scales = m.scales ? m.scales + size_t(strip) * m.blocks() : nullptr;
     const bool alone = tiles.count == 1;
     const FirstTile first_tile = alone ? first_tile_of<kind, false>(tiles.rows, all_rows)
@@ -131,12 +160,12 @@ void multiply_strip(const Matrix& m, int strip, const float* x, const Tiles& til
 }
 
 void embed_row(const Matrix& m, int token, float* out) {
-    const int strip = token / STRIP, place = token % STRIP, vector = place / 16;
+    const int strip = token / STRIP, place = token % STRIP;
     const uint8_t* weights = m.strip(strip);
-    const size_t row_bytes = size_t(STRIP) * bytes_of(m.kind);
-    const size_t at = m.kind == Kind::fp32 ? size_t(place) : size_t(32 * (vector / 2) + 2 * (place % 16) + vector % 2);
     for (int k = 0; k < m.inputs; k++) {
-        const uint8_t* p = weights + k * row_bytes + at * bytes_of(m.kind);
+        const size_t at = m.kind == Kind::fp32 ? size_t(k) * STRIP + place
+                                               : (size_t(k / 2) * STRIP + place) * 2 + (k % 2 == 0);
+        const uint8_t* p = weights + at * bytes_of(m.kind);
         const float scale = m.scales ? m.scales[size_t(strip) * m.blocks() + k / BLOCK] : 1.0f;
         if (m.kind == Kind::fp32) {
             std::memcpy(out + k, p, 4);

@@ -48,6 +48,7 @@ Model::Model(const Variant& variant, const Shape& shape, const Pool& pool, int t
         bench.attention.resize(attention_floats(shape.head_dim, group));
         bench.attended.resize(size_t(attention_rows(group)) * group * shape.head_dim + LANES);
         bench.rows.resize(size_t(OWN_NORM_ROWS) * wide_ + LANES);
+        bench.row.resize(wide_ + LANES);
         bench.sampling.resize(sampling_doubles(shape.vocab));
     }
 }
@@ -99,16 +100,28 @@ void Model::lap(int number, Phase phase) {
     lap_ = time;
 }
 
+// How the inputs of these matrices are kept: rounded only when all of them have fp8 weights.
+Store Model::store_for(std::initializer_list<const Matrix*> matrices) const {
+    for (const Matrix* m : matrices)
+        if (!rounds || m->kind != Kind::fp8) return Store::plain;
+    return variant.dots ? Store::pairs : Store::rounded;
+}
+
+void Model::strip(const Matrix& m, int s, const float* x, const Tiles& tiles, Store how, Bench& bench, float* out) const {
+    (how == Store::pairs ? variant.dots : variant.strip)(m, s, x, tiles, bench.scratch.data(), out);
+}
+
 // The rows of x_ (all, or those in `rows`) after a norm, in tiles.
-const float* Model::normed(const float* weight, const Tiles& tiles, const int32_t* rows, int number) {
+const float* Model::normed(const float* weight, const Tiles& tiles, const int32_t* rows, Store how, int number) {
     const bool own = tiles.rows <= OWN_NORM_ROWS;
     float* out = own ? benches_[number].rows.data() : normed_.data();
-    const int step_by = own ? 1 : team_.threads();
-    for (int i = own ? 0 : number; i < tiles.rows; i += step_by) {
-        int step;
-        float* place = out + tiles.place(i, shape.hidden, step);
-        const int row = rows ? rows[i] : i;
-        variant.norm(&x_[row * wide_], weight, shape.epsilon, shape.hidden, place, step);
+    float* row = benches_[number].row.data();
+    const int step = own ? 1 : team_.threads();
+    for (int i = own ? 0 : number; i < tiles.rows; i += step) {
+        const int t = tiles.of(i);
+        variant.norm(&x_[(rows ? rows[i] : i) * wide_], weight, shape.epsilon, shape.hidden, row);
+        variant.spread(row, shape.hidden, 0, out + tiles.place(t, shape.hidden, how), tiles.size(t), i - tiles.start(t),
+                       how);
     }
     if (!own) team_.barrier();
     return out;
@@ -128,7 +141,7 @@ void Model::work(const StepInput& input, int number) {
     // Adds the product of a matrix with `from` to the residual stream.
     const auto add_product = [&](const Matrix& m, const float* from) {
         share(*counter++, m.strips(), [&](int s) {
-            variant.strip(m, s, from, tiles, bench.scratch.data(), bench.outs.data());
+            strip(m, s, from, tiles, store_for({&m}), bench, bench.outs.data());
             const int first = s * STRIP, count = std::min(STRIP, m.outputs - first);
             for (int r = 0; r < rows; r++) {
                 float* x = &x_[r * wide_ + first];
@@ -141,7 +154,8 @@ void Model::work(const StepInput& input, int number) {
 
     for (int index = 0; index < shape.layers; index++) {
         const Layer& layer = layers[index];
-        const float* h = normed(layer.attention_norm, tiles, nullptr, number);
+        Store how = store_for({&layer.q, &layer.k, &layer.v});
+        const float* h = normed(layer.attention_norm, tiles, nullptr, how, number);
         lap(number, NORM);
 
         // What this thread attends to first it asks for now: memory is free while products are computed.
@@ -157,7 +171,7 @@ void Model::work(const StepInput& input, int number) {
             const int which = s < q_strips ? 0 : s < q_strips + k_strips ? 1 : 2;
             const Matrix& m = *parts[which];
             s -= which == 0 ? 0 : which == 1 ? q_strips : q_strips + k_strips;
-            variant.strip(m, s, h, tiles, bench.scratch.data(), bench.outs.data());
+            strip(m, s, h, tiles, how, bench, bench.outs.data());
             const int first = s * STRIP, count = std::min(STRIP, m.outputs - first);
             const size_t before = which == 0 ? 0 : size_t(shape.heads + (which - 1) * shape.kv_heads) * size;
             for (int r = 0; r < rows; r++)
@@ -183,19 +197,19 @@ void Model::work(const StepInput& input, int number) {
         add_product(layer.o, mixed_.data());
         lap(number, OUTPUT);
 
-        h = normed(layer.ffn_norm, tiles, nullptr, number);
+        how = store_for({&layer.gate, &layer.up});
+        h = normed(layer.ffn_norm, tiles, nullptr, how, number);
         lap(number, NORM);
         share(*counter++, layer.gate.strips(), [&](int s) {
-            variant.strip(layer.gate, s, h, tiles, bench.scratch.data(), bench.outs.data());
-            variant.strip(layer.up, s, h, tiles, bench.scratch.data(), bench.ups.data());
+            strip(layer.gate, s, h, tiles, how, bench, bench.outs.data());
+            strip(layer.up, s, h, tiles, how, bench, bench.ups.data());
             variant.gate(bench.outs.data(), bench.ups.data(), bench.outs.data(), rows * STRIP);
             const int first = s * STRIP, count = std::min(STRIP, shape.ffn - first);
-            for (int t = 0; t < tiles.count; t++) {
-                const int start = tiles.start(t), tile = tiles.size(t);
-                float* place = &gated_[size_t(start) * shape.ffn + size_t(first) * tile];
-                for (int r = 0; r < tile; r++)
-                    for (int i = 0; i < count; i++) place[i * tile + r] = bench.outs[size_t(start + r) * STRIP + i];
-            }
+            const Store then = store_for({&layer.down});
+            for (int t = 0; t < tiles.count; t++)
+                for (int r = 0; r < tiles.size(t); r++)
+                    variant.spread(&bench.outs[size_t(tiles.start(t) + r) * STRIP], count, first,
+                                   &gated_[tiles.place(t, shape.ffn, then)], tiles.size(t), r, then);
         });
         team_.barrier();
         add_product(layer.down, gated_.data());
@@ -205,10 +219,11 @@ void Model::work(const StepInput& input, int number) {
     const int wanted = int(input.wanted.size());
     if (!wanted) return;
     const Tiles last(wanted, variant.tile);
-    const float* h = normed(final_norm, last, input.wanted.data(), number);
+    const Store how = store_for({&head});
+    const float* h = normed(final_norm, last, input.wanted.data(), how, number);
     float* logits = input.logits ? input.logits : logits_.data();
     share(*counter++, head.strips(), [&](int s) {
-        variant.strip(head, s, h, last, bench.scratch.data(), bench.outs.data());
+        strip(head, s, h, last, how, bench, bench.outs.data());
         const int first = s * STRIP, count = std::min(STRIP, head.outputs - first);
         for (int r = 0; r < wanted; r++)
             std::memcpy(&logits[size_t(r) * shape.vocab + first], &bench.outs[size_t(r) * STRIP],
@@ -269,11 +284,10 @@ void Model::attend(const StepInput& input, const Item& item, int layer, const Ti
     a.stride = row_size;
     variant.attend(a, bench.attention.data(), bench.attended.data());
     const int count = group * size;
+    const Store how = store_for({&layers[layer].o});
     for (int r = 0; r < item.rows; r++) {
-        int step;
-        float* place = &mixed_[tiles.place(first + r, width, step) + 0];
-        const float* from = &bench.attended[size_t(r) * count];
-        place += size_t(item.kv_head) * count * step;
-        for (int i = 0; i < count; i++) place[size_t(i) * step] = from[i];
+        const int t = tiles.of(first + r);
+        variant.spread(&bench.attended[size_t(r) * count], count, item.kv_head * count,
+                       &mixed_[tiles.place(t, width, how)], tiles.size(t), first + r - tiles.start(t), how);
     }
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <atomic>
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
@@ -52,6 +53,8 @@ public:
     const float* final_norm = nullptr;
     const float* cos = nullptr;                    // [context][head_dim / 2]
     const float* sin = nullptr;
+    // Whether inputs of fp8 matrices are rounded to bf16: half the work where the processor has dot products of them.
+    bool rounds = false;
     const Variant& variant;
     const Shape shape;
     const Pool pool;
@@ -65,7 +68,7 @@ private:
     };
     // What one thread works in.
     struct Bench {
-        std::vector<float> outs, ups, scratch, attention, attended, rows;
+        std::vector<float> outs, ups, scratch, attention, attended, rows, row;
         std::vector<double> sampling;
     };
 
@@ -74,7 +77,9 @@ private:
     void attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench);
     void ask_for(const StepInput& input, const Item& item, int layer) const;
     void turn(const StepInput& input, const Item& item, int layer);
-    const float* normed(const float* weight, const Tiles& tiles, const int32_t* rows, int number);
+    const float* normed(const float* weight, const Tiles& tiles, const int32_t* rows, Store how, int number);
+    Store store_for(std::initializer_list<const Matrix*> matrices) const;
+    void strip(const Matrix& m, int s, const float* x, const Tiles& tiles, Store how, Bench& bench, float* out) const;
     void lap(int number, Phase phase);
 
     Team team_;

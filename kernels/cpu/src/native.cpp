@@ -31,7 +31,11 @@ std::vector<const Variant*> variants() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        {
+        if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+            found.push_back(&avx512_bf16_variant);
         found.push_back(&avx512_variant);
+    }
     if (avx2) found.push_back(&avx2_variant);
 #endif
     found.push_back(&portable_variant);
@@ -137,6 +141,7 @@ public:
             throw std::invalid_argument("there is no norm " + name);
     }
 
+    void set_rounds(bool rounds) { model_.rounds = rounds; }
     void set_window(int layer, int window) { model_.layers.at(layer).window = window; }
 
     // spans: [sequences][4] of first row, rows, position, where its table begins in `tables`.
@@ -206,7 +211,7 @@ private:
 
 // out [rows][outputs] = x [rows][inputs] times a packed matrix, strip by strip on one thread: for tests and benchmarks.
 void multiply(const std::string& variant, const std::string& kind, int outputs, int inputs, Array<uint8_t> data,
-              Table<float> scales, Table<float> x, Out<float> out) {
+              Table<float> scales, Table<float> x, Out<float> out, bool rounds) {
     const Variant& v = variant_named(variant);
     const Matrix m = matrix_of(kind, outputs, inputs, data, scales);
     const int rows = int(x.shape(0));
@@ -214,14 +219,15 @@ void multiply(const std::string& variant, const std::string& kind, int outputs, 
         throw std::invalid_argument("shapes differ");
     nb::gil_scoped_release released;
     const Tiles tiles(rows, v.tile);
-    std::vector<float> packed(size_t(rows) * inputs), scratch(scratch_floats()), made(size_t(rows) * STRIP);
+    const Store how = !rounds || m.kind != Kind::fp8 ? Store::plain : v.dots ? Store::pairs : Store::rounded;
+    std::vector<float> packed(size_t(rows) * (inputs + 1)), scratch(scratch_floats()), made(size_t(rows) * STRIP);
     for (int r = 0; r < rows; r++) {
-        int step;
-        const size_t place = tiles.place(r, inputs, step);
-        for (int k = 0; k < inputs; k++) packed[place + size_t(k) * step] = x.data()[size_t(r) * inputs + k];
+        const int t = tiles.of(r);
+        v.spread(x.data() + size_t(r) * inputs, inputs, 0, packed.data() + tiles.place(t, inputs, how), tiles.size(t),
+                 r - tiles.start(t), how);
     }
     for (int s = 0; s < m.strips(); s++) {
-        v.strip(m, s, packed.data(), tiles, scratch.data(), made.data());
+        (how == Store::pairs ? v.dots : v.strip)(m, s, packed.data(), tiles, scratch.data(), made.data());
         const int count = std::min(STRIP, outputs - s * STRIP);
         for (int r = 0; r < rows; r++)
             std::memcpy(out.data() + size_t(r) * outputs + s * STRIP, &made[size_t(r) * STRIP], size_t(count) * 4);
@@ -303,7 +309,8 @@ double fma_rate(int threads) {
 NB_MODULE(_native, m) {
     m.doc() = "Kernels for CPUs: one step of a model, and the parts of it that tests look at.";
     m.def("variants", &variant_names, "The variants that this processor runs, the fastest first.");
-    m.def("multiply", &multiply, "variant"_a, "kind"_a, "outputs"_a, "inputs"_a, "data"_a, "scales"_a, "x"_a, "out"_a);
+    m.def("multiply", &multiply, "variant"_a, "kind"_a, "outputs"_a, "inputs"_a, "data"_a, "scales"_a, "x"_a, "out"_a,
+          "rounds"_a = false);
     m.def("embed", &embed, "variant"_a, "kind"_a, "outputs"_a, "inputs"_a, "data"_a, "scales"_a, "token"_a, "out"_a);
     m.def("sample", &sample, "variant"_a, "logits"_a, "doubles"_a, "integers"_a, "masks"_a, "bias_ids"_a, "biases"_a,
           "logs"_a, "told"_a, "sampled"_a, "top_ids"_a, "top_logprobs"_a);
@@ -318,6 +325,7 @@ NB_MODULE(_native, m) {
         .def("set_matrix", &NativeModel::set_matrix, "layer"_a, "name"_a, "kind"_a, "outputs"_a, "inputs"_a, "data"_a,
              "scales"_a)
         .def("set_norm", &NativeModel::set_norm, "layer"_a, "name"_a, "weight"_a)
+        .def("set_rounds", &NativeModel::set_rounds, "rounds"_a)
         .def("set_window", &NativeModel::set_window, "layer"_a, "window"_a)
         .def("step", &NativeModel::step)
         .def("phase_seconds", &NativeModel::phase_seconds);

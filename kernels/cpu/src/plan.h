@@ -13,7 +13,8 @@ constexpr int BLOCK = 128;    // inputs that are summed up before they are multi
 constexpr int KEYS = 64;      // positions of a block of attention, at absolute boundaries
 constexpr int LANES = 16;     // what every reduction is cut into
 
-// A packed matrix: [strips][inputs][64] codes, [strips][blocks] scales (null when the kind has none).
+// A packed matrix, as kernels/packed.py writes it. fp32: [strips][inputs][64]; smaller kinds in pairs of inputs, the second
+// first, [strips][pairs][64][2]. Scales [strips][blocks]; null when the kind has none.
 struct Matrix {
     const uint8_t* data = nullptr;
     const float* scales = nullptr;
@@ -22,13 +23,19 @@ struct Matrix {
 
     OWN int strips() const { return (outputs + STRIP - 1) / STRIP; }
     OWN int blocks() const { return (inputs + BLOCK - 1) / BLOCK; }
-    OWN size_t strip_bytes() const { return size_t(inputs) * STRIP * bytes_of(kind); }
+    OWN size_t strip_bytes() const { return size_t(kind == Kind::fp32 ? inputs : inputs + inputs % 2) * STRIP * bytes_of(kind); }
     OWN const uint8_t* strip(int s) const { return data + s * strip_bytes(); }
     OWN size_t bytes() const { return strips() * strip_bytes(); }
 };
 
-// Rows cut into tiles of nearly equal size. Number `k` of row `r` of tile `t` lies at
-// start(t) * width + k * size(t) + r: a product broadcasts the rows of one k from neighbouring places.
+// How the inputs of a product lie in a tile of `size` rows.
+enum class Store {
+    plain,    // number k of row r at [k][size] as float32
+    rounded,  // the same after rounding to bf16
+    pairs,    // bf16, k and its neighbour in one word: [k / 2][size][2], the odd k first
+};
+
+// Rows cut into tiles of nearly equal size, one tile behind the other, so that the rows of one k are neighbours.
 struct Tiles {
     int rows = 0, count = 0;
 
@@ -41,11 +48,9 @@ struct Tiles {
         while (start(t) > row) t--;
         return t;
     }
-    // Where row `row` of a buffer of `width` numbers a row begins, and how far its numbers are apart.
-    OWN size_t place(int row, int width, int& step) const {
-        const int t = of(row);
-        step = size(t);
-        return size_t(start(t)) * width + (row - start(t));
+    // Where tile t of a buffer of rows of `width` numbers begins, in float32.
+    OWN size_t place(int t, int width, Store how) const {
+        return size_t(start(t)) * (how == Store::pairs ? (width + 1) / 2 : width);
     }
 };
 
@@ -97,14 +102,17 @@ struct Attention {
 struct Variant {
     const char* name;
     int tile;                                      // rows of a tile at most
-    int direct;                                    // up to so many rows, weights are converted in registers
-
-    // Sums [rows][64] of a strip: `x` in tiles, `scratch` of scratch_floats(), `out` rows 64 apart.
+    // Sums [rows][64] of a strip: `x` in tiles, plain or rounded; `scratch` of scratch_floats(), `out` rows 64 apart.
     void (*strip)(const Matrix&, int strip, const float* x, const Tiles&, float* scratch, float* out);
+    // The same with bf16 dot products, which give the bits of `strip` over rounded numbers: `x` as pairs, the matrix fp8.
+    // Null where the processor has none.
+    void (*dots)(const Matrix&, int strip, const float* x, const Tiles&, float* scratch, float* out);
+    // Numbers first … first + count - 1 of a row into its tile; first is even.
+    void (*spread)(const float* numbers, int count, int first, float* tile, int size, int row, Store how);
     // out = silu(gate) * up, n numbers.
     void (*gate)(const float* gates, const float* ups, float* out, int n);
-    // x / rms(x) * weight of `width` numbers, zeros behind them up to a multiple of 16; out may be apart by `step`.
-    void (*norm)(const float* x, const float* weight, float epsilon, int width, float* out, int step);
+    // x / rms(x) * weight of `width` numbers; x has zeros behind them up to a multiple of 16.
+    void (*norm)(const float* x, const float* weight, float epsilon, int width, float* out);
     // Rotate the pairs (i, i + half) of a head in place, and multiply by `scale`.
     void (*rotate)(float* head, const float* cos, const float* sin, int half, float scale);
     // Round a head's key or value to the page's kind and store it as token `token` of a page.
@@ -138,5 +146,5 @@ OWN size_t sampling_doubles(int vocab) { return size_t(vocab) * 2 + 2; }
 
 extern const Variant portable_variant;
 #ifdef ESTAFET_X86
-extern const Variant avx2_variant, avx512_variant;
+extern const Variant avx2_variant, avx512_variant, avx512_bf16_variant;
 #endif

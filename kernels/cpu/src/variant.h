@@ -1,6 +1,6 @@
 // Everything that is compiled once for each instruction set. The file that includes this has defined VARIANT and NAME,
-// REGISTERS (vector registers), TILE (rows of a tile), PANEL (vectors of a panel), SCORE_ROWS, MANY_QUERIES and AHEAD
-// (bytes that weights are asked for ahead), and included its lanes. All functions are in an unnamed namespace: none of one
+// REGISTERS (vector registers), TILE (rows of a tile), PANEL (vectors of a panel), SCORE_ROWS, MANY_QUERIES AHEAD
+// (bytes that weights are asked for ahead) and, with bf16 dot products, DOTS, and included its lanes. All functions are in an unnamed namespace: none of one
 // variant may be merged with one of another. For the same reason nothing of the C++ library but types is used here.
 #include <utility>
 
@@ -9,6 +9,11 @@
 #include "elementwise.h"
 #include "matmul.h"
 #include "attention.h"
+#ifdef DOTS
+#include "dots.h"
+#else
+#define DOTS nullptr
+#endif
 #include "sampling.h"
 
 namespace {
@@ -45,5 +50,6 @@ float multiply_rounds(int64_t rounds, double* flops) {
 
 }  // namespace
 
-const Variant VARIANT = {NAME,       TILE,        6,           multiply_strip, gate_numbers, norm_row,  rotate_head,
-                         keep_numbers, ask_for_both, attend_rows, embed_row, sample_row,     read_all,     multiply_rounds};
+const Variant VARIANT = {NAME,        TILE,         multiply_strip, DOTS,        spread_row, gate_numbers, norm_row,
+                         rotate_head, keep_numbers, ask_for_both,   attend_rows, embed_row,  sample_row,   read_all,
+                         multiply_rounds};

@@ -1,0 +1,13 @@
+// The kernels for AVX-512 with bf16 dot products and byte permutations (Zen 4, Sapphire Rapids and later).
+#define VARIANT avx512_bf16_variant
+#define NAME "avx512-bf16"
+#define REGISTERS 32
+#define TILE 12
+#define PANEL 2
+#define SCORE_ROWS 6
+#define MANY_QUERIES 24
+#define AHEAD 1024
+#define DOTS dot_strip
+
+#include "lanes_avx512.h"
+#include "variant.h"
