@@ -4,6 +4,7 @@ python -m tools.bench kernels --model FOLDER [--json FILE]
 python -m tools.bench serve --topology local --concurrency 1,4,16,32 [--json FILE]
 python -m tools.bench fairness --topology local --flood 200 [--json FILE]
 python -m tools.bench streams --topology local --streams 1000 [--json FILE]
+python -m tools.bench peers [--llama-bin DIR] [--openvino-python PYTHON] [--json FILE]
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from engine.model import read_config
 from engine.sampling import GREEDY, SamplingParams
 from kernels.backend import Backend, Rows
 from kernels.backends import NAMES, open_backend
-from tools import bench_fairness, bench_serve, bench_streams, machine
+from tools import bench_fairness, bench_peers, bench_serve, bench_streams, machine
 
 PROMPT = 128
 """Tokens that each sequence holds before decode is timed, and of the timed prefill."""
@@ -59,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         ("serve", bench_serve, "latency and throughput of a system, as its clients see it"),
         ("fairness", bench_fairness, "what a flood of one client costs another one"),
         ("streams", bench_streams, "what very many open streams cost a gateway"),
+        ("peers", bench_peers, "our speed against other engines on this machine"),
     ):
         command = commands.add_parser(
             name,

@@ -3,8 +3,9 @@
     python -m tools.bench serve --topology local --json figures.json
     python -m tools.figures figures.json README.md
 
-The table of `tools.bench NAME` stands between the lines `<!-- figures:begin NAME -->` and
-`<!-- figures:end NAME -->`; whatever was there is replaced, so the same figures twice change nothing.
+The table of `tools.bench NAME`, or of `tools.evaluate`, stands between the lines
+`<!-- figures:begin NAME -->` and `<!-- figures:end NAME -->`; whatever was there is replaced, so the same
+figures twice change nothing.
 Exit codes: 0 done, 2 the figures or the document are not what they should be.
 """
 
@@ -16,13 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools import bench_fairness, bench_serve, bench_streams
+from tools import bench_fairness, bench_ratios, bench_serve, bench_streams, evaluate
 from tools.install import say
 
 TABLES = {
     "serve": bench_serve.markdown,
     "fairness": bench_fairness.markdown,
     "streams": bench_streams.markdown,
+    "evaluate": evaluate.markdown,
+    "peers": bench_ratios.markdown,
 }
 BUSY = 0.5
 """With so many processes at work before, figures are not those of the machine."""
@@ -36,12 +39,14 @@ def marks(name: str) -> tuple[str, str]:
 def table(report: dict[str, Any]) -> str:
     """The Markdown for a report of `tools.bench`."""
     machine = report["machine"]
+    # what draws nothing at random has none
+    seed = f", seed {report['seed']}" if "seed" in report else ""
     busy = ", so other programs took part of these cores" if report["load_before"] > BUSY else ""
     lines = [
         f"`{report['command']}`",
         "",
         f"{report['model']} on {machine['cores']} cores of {machine['cpu']}, {machine['memory']}, "
-        f"{report['date']}, commit {report['commit']}, seed {report['seed']}; "
+        f"{report['date']}, commit {report['commit']}{seed}; "
         f"load average before: {report['load_before']:.1f}{busy}.",
         "",
         *TABLES[report["bench"]](report),
@@ -66,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by tools.bench NAME --json")
+    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written with --json")
     parser.add_argument("document", type=Path, metavar="README.md", help="has the two marks")
     options = parser.parse_args(arguments)
     try:
