@@ -467,7 +467,8 @@ MEDIANS = {
     "ours_decode_tok_s": 135.0,
     "llamacpp_q8_decode_tok_s": 100.0,
     "ours_matrix_bytes_s": 8e9,
-    "floor_decode_bytes_s": 10e9,
+    "floor_bytes_s": 10e9,
+    "floor_flop_s": 200e9,
     "ours_step1_s": 0.005,
     "ours_step5_s": 0.009,
     "ours_total32_tok_s": 600.0,
@@ -483,6 +484,13 @@ def findings_of(medians: dict[str, float]) -> Findings:
     for name, value in medians.items():
         findings.values[name].append(value)
     return findings
+
+
+def test_the_floor_is_the_best_of_all_rounds() -> None:
+    findings = Findings()
+    findings.values["floor_bytes_s"] += [1.0, 4.0, 2.0]
+    findings.values["ours_matrix_bytes_s"] += [1.0, 4.0, 2.0]
+    assert findings.medians() == {"floor_bytes_s": 4.0, "ours_matrix_bytes_s": 2.0}
 
 
 def test_ratios_are_of_medians_and_tell_what_they_miss() -> None:
@@ -563,6 +571,7 @@ def test_the_table_has_bars_and_says_what_is_met(tmp_path: Path) -> None:
     assert theirs == ["600", "–", "–", "≥ 1.2", "not measured: openvino-genai is not installed |"]
     assert not any("prefill of 512" in line for line in lines), "it was not asked for"
     assert "ours: steps of 512 rows." in lines
+    assert any("10.0 GB/s read, 200 GFLOP/s" in line for line in lines)
     file, document = tmp_path / "f.json", tmp_path / "README.md"
     file.write_text(json.dumps(report))
     begin, end = figures.marks("peers")
