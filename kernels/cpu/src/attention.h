@@ -8,43 +8,77 @@
 
 namespace {
 
-struct Block {
-    const float* keys[KEYS];    // head_dim numbers each, zeros up to a multiple of 16
-    const float* values[KEYS];
-    int count;                  // positions that are filled
+// Where the keys (or values) of the positions of a block lie in their pages.
+struct Places {
+    const uint8_t* numbers[KEYS];
+    const uint8_t* scales[KEYS];  // of fp8
+    int count;                    // positions that are filled
+
+    void find(const Attention& a, int position, int filled, int which) {
+        const Pool& pool = *a.pool;
+        const size_t bytes = size_t(pool.head_dim) * bytes_of(pool.kind);
+        int page = position / pool.tokens, slot = position % pool.tokens;
+        count = filled;
+        for (int j = 0; j < count; page++, slot = 0) {
+            const uint8_t* head = pool.head(a.table[page], a.layer, which, a.kv_head);
+            const uint8_t* behind = head + size_t(pool.tokens) * bytes;
+            for (; slot < pool.tokens && j < count; j++, slot++) {
+                numbers[j] = head + size_t(slot) * bytes;
+                scales[j] = behind + 4 * size_t(slot);
+            }
+        }
+    }
 };
 
-inline void unpack_head(const Pool& pool, const uint8_t* head, int slot, float* out, int wide) {
-    const int size = pool.head_dim, whole = size / LANES * LANES;
-    switch (pool.kind) {
-        case Kind::fp32: std::memcpy(out, head + size_t(slot) * size * 4, size_t(size) * 4); break;
-        case Kind::bf16: {
-            const uint16_t* p = reinterpret_cast<const uint16_t*>(head) + size_t(slot) * size;
-            for (int i = 0; i < whole; i += LANES) store(out + i, load_bf16(p + i));
-            for (int i = whole; i < size; i++) out[i] = from_bf16(p[i]);
-            break;
-        }
-        case Kind::fp16: {
-            const uint16_t* p = reinterpret_cast<const uint16_t*>(head) + size_t(slot) * size;
-            for (int i = 0; i < whole; i += LANES) store(out + i, load_fp16(p + i));
-            for (int i = whole; i < size; i++) out[i] = from_fp16(p[i]);
-            break;
-        }
-        case Kind::fp8: {
-            const uint8_t* p = head + size_t(slot) * size;
+// Numbers of one position, as float32.
+template <Kind kind>
+struct Row {
+    const uint8_t* numbers;
+    Lanes unit;
+
+    Row(const Places& places, int j) : numbers(places.numbers[j]) {
+        if constexpr (kind == Kind::fp8) {
             float scale;
-            std::memcpy(&scale, head + size_t(pool.tokens) * size + 4 * size_t(slot), 4);
-            // NaN's code would become ±480: the row that wrote it had no number to keep
-            uint32_t broken = 0;
-            for (int i = 0; i < size; i++) broken |= (p[i] & 0x7f) == 0x7f;
-            const float unit = broken ? as_float(0x7fc00000) : 256.0f * scale;
-            for (int i = 0; i < whole; i += LANES) store(out + i, mul(load_fp8(p + i), all(unit)));
-            for (int i = whole; i < size; i++) out[i] = from_fp16(fp8_as_fp16(p[i])) * unit;
-            break;
+            std::memcpy(&scale, places.scales[j], 4);
+            unit = all(256.0f * scale);
         }
-        case Kind::int8: break;
     }
-    for (int i = size; i < wide; i++) out[i] = 0.0f;
+    Lanes vector(int d) const {
+        if constexpr (kind == Kind::fp32)
+            return load(reinterpret_cast<const float*>(numbers) + LANES * d);
+        else if constexpr (kind == Kind::bf16)
+            return load_bf16(reinterpret_cast<const uint16_t*>(numbers) + LANES * d);
+        else if constexpr (kind == Kind::fp16)
+            return load_fp16(reinterpret_cast<const uint16_t*>(numbers) + LANES * d);
+        else
+            return mul(load_fp8(numbers + LANES * d), unit);
+    }
+    float number(int i) const {
+        if constexpr (kind == Kind::fp32) {
+            float x;
+            std::memcpy(&x, numbers + 4 * i, 4);
+            return x;
+        } else if constexpr (kind == Kind::fp8) {
+            float first[LANES];
+            store(first, unit);
+            return from_fp16(fp8_as_fp16(numbers[i])) * first[0];
+        } else {
+            uint16_t bits;
+            std::memcpy(&bits, numbers + 2 * i, 2);
+            return kind == Kind::bf16 ? from_bf16(bits) : from_fp16(bits);
+        }
+    }
+};
+
+// Copies a block to float32, [count][wide], zeros behind each row.
+template <Kind kind>
+void copy_rows(const Places& places, int size, int wide, float* out) {
+    const int whole = size / LANES;
+    for (int j = 0; j < places.count; j++, out += wide) {
+        const Row<kind> row(places, j);
+        for (int d = 0; d < whole; d++) store(out + LANES * d, row.vector(d));
+        for (int i = whole * LANES; i < wide; i++) out[i] = i < size ? row.number(i) : 0.0f;
+    }
 }
 
 // Ask for `count` keys (or values) from a position on: pages lie anywhere, which no prefetcher of the processor can guess.
@@ -63,24 +97,6 @@ inline void ask_for(const Attention& a, int position, int count, int which) {
 }
 void ask_for_both(const Pool& pool, const int32_t* table, int layer, int kv_head, int position, int count) {
     for (int which = 0; which < 2; which++) ask_for(pool, table, layer, kv_head, which, position, count);
-}
-
-// Find the keys (or values) of a block; those that do not lie as float32 are unpacked to `scratch` [64][wide].
-inline void fetch(const Attention& a, int position, int count, int which, int wide, bool copy, float* scratch,
-                  const float* found[KEYS]) {
-    const Pool& pool = *a.pool;
-    copy = copy || pool.kind != Kind::fp32 || wide != pool.head_dim;
-    for (int j = 0; j < count; j++) {
-        const int slot = (position + j) % pool.tokens;
-        const uint8_t* head = pool.head(a.table[(position + j) / pool.tokens], a.layer, which, a.kv_head);
-        if (copy) {
-            float* out = scratch + size_t(j) * wide;
-            unpack_head(pool, head, slot, out, wide);
-            found[j] = out;
-        } else {
-            found[j] = reinterpret_cast<const float*>(head) + size_t(slot) * wide;
-        }
-    }
 }
 
 // The running state of one query.
@@ -116,37 +132,92 @@ inline void join(Running& running, Running block, const float* block_values, flo
     running = {most, __builtin_fmaf(block.weight, now, running.weight * before)};
 }
 
-template <int WIDTH>
-inline void weighted_values(const Block& block, const float* weights, int first, float* out) {
-    Lanes sums[WIDTH];
-    for (int v = 0; v < WIDTH; v++) sums[v] = zero();
-    for (int j = 0; j < block.count; j++) {
-        const Lanes weight = all(weights[j]);
-        for (int v = 0; v < WIDTH; v++) sums[v] = fma(weight, load(block.values[j] + first + 16 * v), sums[v]);
+// Scores [QUERIES][64] of queries [QUERIES][VECTORS * 16] over keys as they lie.
+template <Kind kind, int VECTORS, int QUERIES>
+void score_rows(const Places& keys, const float* queries, float* scores) {
+    for (int v = 0; v < KEYS / LANES; v++) {
+        Lanes chains[QUERIES][LANES];
+        for (int j = 0; j < LANES; j++) {
+            const int at = LANES * v + j;
+            Lanes chain[QUERIES];
+            for (int q = 0; q < QUERIES; q++) chain[q] = zero();
+            if (at < keys.count) {
+                const Row<kind> row(keys, at);
+                for (int d = 0; d < VECTORS; d++) {
+                    const Lanes key = row.vector(d);
+                    for (int q = 0; q < QUERIES; q++)
+                        chain[q] = fma(load(queries + (q * VECTORS + d) * LANES), key, chain[q]);
+                }
+            }
+            for (int q = 0; q < QUERIES; q++) chains[q][j] = chain[q];
+        }
+        for (int q = 0; q < QUERIES; q++)
+            store(scores + q * KEYS + LANES * v, LANES * v < keys.count ? sums(chains[q]) : zero());
     }
-    for (int v = 0; v < WIDTH; v++) store(out + first + 16 * v, sums[v]);
 }
 
-inline void score_as_they_lie(const Block& block, const float* query, int wide, float* scores) {
-    for (int v = 0; v < 4; v++) {
-        Lanes chains[LANES];
-        for (int j = 0; j < LANES; j++) {
-            const int at = 16 * v + j;
-            chains[j] = zero();
-            if (at < block.count)
-                for (int d = 0; d < wide; d += LANES)
-                    chains[j] = fma(load(query + d), load(block.keys[at] + d), chains[j]);
+// Values as they lie, weighted by [QUERIES][64]: out [QUERIES][VECTORS * 16].
+template <Kind kind, int VECTORS, int QUERIES>
+void weigh_rows(const Places& values, const float* weights, float* out) {
+    constexpr int part = VECTORS % 4 ? 1 : 4;
+    for (int first = 0; first < VECTORS; first += part) {
+        Lanes sums[QUERIES][part];
+        for (int q = 0; q < QUERIES; q++)
+            for (int d = 0; d < part; d++) sums[q][d] = zero();
+        for (int j = 0; j < values.count; j++) {
+            const Row<kind> row(values, j);
+            for (int d = 0; d < part; d++) {
+                const Lanes value = row.vector(first + d);
+                for (int q = 0; q < QUERIES; q++) sums[q][d] = fma(all(weights[q * KEYS + j]), value, sums[q][d]);
+            }
         }
-        store(scores + 16 * v, 16 * v < block.count ? sums(chains) : zero());
+        for (int q = 0; q < QUERIES; q++)
+            for (int d = 0; d < part; d++) store(out + (q * VECTORS + first + d) * LANES, sums[q][d]);
+    }
+}
+
+// What is done with few queries, for a kind of page and a number of vectors of a head.
+struct Few {
+    void (*score)(const Places&, const float*, float*);
+    void (*weigh)(const Places&, const float*, float*);
+};
+template <Kind kind, int VECTORS>
+Few few_for(int queries) {
+    switch (queries) {
+        case 1: return {score_rows<kind, VECTORS, 1>, weigh_rows<kind, VECTORS, 1>};
+        case 2: return {score_rows<kind, VECTORS, 2>, weigh_rows<kind, VECTORS, 2>};
+        case 3: return {score_rows<kind, VECTORS, 3>, weigh_rows<kind, VECTORS, 3>};
+        default: return {score_rows<kind, VECTORS, 4>, weigh_rows<kind, VECTORS, 4>};
+    }
+}
+template <Kind kind>
+Few few_for(int size, int queries) {
+    return size == 64 ? few_for<kind, 4>(queries) : size == 128 ? few_for<kind, 8>(queries) : Few{nullptr, nullptr};
+}
+// Null for heads of other sizes than 64 and 128: those take the way of many queries.
+inline Few few_for(const Pool& pool, int queries) {
+    switch (pool.kind) {
+        case Kind::bf16: return few_for<Kind::bf16>(pool.head_dim, queries);
+        case Kind::fp16: return few_for<Kind::fp16>(pool.head_dim, queries);
+        case Kind::fp8: return few_for<Kind::fp8>(pool.head_dim, queries);
+        default: return few_for<Kind::fp32>(pool.head_dim, queries);
+    }
+}
+inline void copy_block(const Pool& pool, const Places& places, int wide, float* out) {
+    switch (pool.kind) {
+        case Kind::bf16: return copy_rows<Kind::bf16>(places, pool.head_dim, wide, out);
+        case Kind::fp16: return copy_rows<Kind::fp16>(places, pool.head_dim, wide, out);
+        case Kind::fp8: return copy_rows<Kind::fp8>(places, pool.head_dim, wide, out);
+        default: return copy_rows<Kind::fp32>(places, pool.head_dim, wide, out);
     }
 }
 
 // Keys by dimension: [wide][64], zeros behind the last.
-inline void turn_keys(const Block& block, int wide, float* columns) {
+inline void turn_keys(const float* keys, int count, int wide, float* columns) {
     for (int j = 0; j < KEYS; j += LANES)
         for (int d = 0; d < wide; d += LANES) {
             Lanes square[LANES];
-            for (int i = 0; i < LANES; i++) square[i] = j + i < block.count ? load(block.keys[j + i] + d) : zero();
+            for (int i = 0; i < LANES; i++) square[i] = j + i < count ? load(keys + size_t(j + i) * wide + d) : zero();
             turn(square);
             for (int i = 0; i < LANES; i++) store(columns + size_t(d + i) * KEYS + j, square[i]);
         }
@@ -189,86 +260,104 @@ PanelBlock values_panel(int rows, std::integer_sequence<int, ROW...>) {
     return blocks[rows - 1];
 }
 
-void attend_rows(const Attention& a, float* scratch, float* out) {
-    const int size = a.pool->head_dim, wide = int(padded(size_t(size)));
+// What attention works in, cut from one piece of memory.
+struct AttentionBench {
+    float* copied;    // [64][wide] keys, then values
+    float* columns;   // keys by dimension, [wide][64]
+    float* turned;    // queries [queries][wide], or [wide][rows] of one tile after the other
+    float* values;    // what every query has so far, [queries][wide]
+    float* scores;    // [queries][64]
+    float* made;      // of one block, [rows of a tile][wide]
+    Running* running; // [queries]
+
+    AttentionBench(float* memory, int queries, int wide) {
+        copied = memory;
+        columns = copied + size_t(KEYS) * wide;
+        turned = columns + size_t(KEYS) * wide;
+        values = turned + size_t(queries) * wide;
+        scores = values + size_t(queries) * wide;
+        made = scores + size_t(queries) * KEYS;
+        running = reinterpret_cast<Running*>(made + size_t(LANES) * wide);
+    }
+};
+
+void attend_rows(const Attention& a, float* memory, float* out) {
+    const Pool& pool = *a.pool;
+    const int size = pool.head_dim, wide = int(padded(size_t(size)));
     const int queries = a.rows * a.group, last = a.position + a.rows - 1;
-    const bool many = queries >= MANY_QUERIES;
-    float* fetched = scratch;                             // [2][64][wide]
-    float* columns = fetched + 2 * size_t(KEYS) * wide;   // [wide][64]
-    float* turned = columns + size_t(KEYS) * wide;        // queries [wide][rows of a tile], tile after tile
-    float* values = turned + (size_t(queries) + 16) * wide;  // [queries][wide]
-    float* scores = values + size_t(queries) * wide;      // [queries][64]
-    float* made = scores + size_t(queries) * KEYS;        // [rows of a tile][wide] of one block
-    float* state = made + 16 * size_t(wide);              // [queries] of Running
-    Running* running = reinterpret_cast<Running*>(state);
-    for (int q = 0; q < queries; q++) running[q] = {as_float(0xff800000), 0.0f};
-    for (size_t i = 0; i < size_t(queries) * wide; i++) values[i] = 0.0f;
-    const Tiles tiles(queries, SCORE_ROWS);
+    const bool many = queries >= MANY_QUERIES || !few_for(pool, 1).score;
+    const AttentionBench bench(memory, queries, wide);
+    for (int q = 0; q < queries; q++) bench.running[q] = {as_float(0xff800000), 0.0f};
+    for (size_t i = 0; i < size_t(queries) * wide; i += LANES) store(bench.values + i, zero());
+    // Queries of one tile are scored, weighted and joined together.
+    const Tiles score_tiles(queries, many ? SCORE_ROWS : FEW_QUERIES), tiles(queries, many ? TILE : FEW_QUERIES);
     for (int q = 0; q < queries; q++) {
-        const int t = tiles.of(q), step = many ? tiles.size(t) : 1;
-        float* place = turned + (many ? tiles.place(t, wide, Store::plain) + (q - tiles.start(t)) : size_t(q) * wide);
         const float* query = a.queries + size_t(q / a.group) * a.stride + size_t(q % a.group) * size;
+        const int t = score_tiles.of(q), step = many ? score_tiles.size(t) : 1;
+        float* place = bench.turned + (many ? score_tiles.place(t, wide, Store::plain) + (q - score_tiles.start(t))
+                                            : size_t(q) * wide);
         for (int d = 0; d < wide; d++) place[size_t(d) * step] = d < size ? query[d] : 0.0f;
     }
     const int first = a.window > 0 && a.position >= a.window ? a.position - a.window + 1 : 0;
-    ask_for(a, first / KEYS * KEYS, last + 1 - first / KEYS * KEYS < KEYS ? last + 1 - first / KEYS * KEYS : KEYS, 0);
     for (int block = first / KEYS; block <= last / KEYS; block++) {
-        const int begin = block * KEYS, count = last + 1 - begin < KEYS ? last + 1 - begin : KEYS;
-        const int next = last + 1 - begin - KEYS;
-        Block found;
-        found.count = count;
+        const int begin = block * KEYS, left = last + 1 - begin, count = left < KEYS ? left : KEYS;
+        Places keys, values;
+        keys.find(a, begin, count, 0);
+        values.find(a, begin, count, 1);
         ask_for(a, begin, count, 1);
-        fetch(a, begin, count, 0, wide, many, fetched, found.keys);
-        if (next > 0) ask_for(a, begin + KEYS, next < KEYS ? next : KEYS, 0);
+        if (left > KEYS) ask_for(a, begin + KEYS, left - KEYS < KEYS ? left - KEYS : KEYS, 0);
         if (many) {
-            turn_keys(found, wide, columns);
-            for (int t = 0; t < tiles.count; t++)
-                columns_of(tiles.size(t), std::make_integer_sequence<int, SCORE_ROWS>())(
-                    turned + size_t(tiles.start(t)) * wide, columns, wide, scores + size_t(tiles.start(t)) * KEYS);
-        } else {
-            for (int q = 0; q < queries; q++)
-                score_as_they_lie(found, turned + size_t(q) * wide, wide, scores + size_t(q) * KEYS);
+            copy_block(pool, keys, wide, bench.copied);
+            turn_keys(bench.copied, count, wide, bench.columns);
+            copy_block(pool, values, wide, bench.copied);
         }
-        fetch(a, begin, count, 1, wide, many, fetched + size_t(KEYS) * wide, found.values);
-        const Tiles rows(queries, many ? TILE : 1);
-        for (int t = 0; t < rows.count; t++) {
-            const int start = rows.start(t), tile = rows.size(t);
-            Running fresh[TILE];
-            bool seen[TILE];
-            for (int i = 0; i < tile; i++) {
+        for (int t = 0; t < score_tiles.count; t++) {
+            const int start = score_tiles.start(t), rows = score_tiles.size(t);
+            const float* turned = bench.turned + size_t(start) * wide;
+            float* scores = bench.scores + size_t(start) * KEYS;
+            if (many)
+                columns_of(rows, std::make_integer_sequence<int, SCORE_ROWS>())(turned, bench.columns, wide, scores);
+            else
+                few_for(pool, rows).score(keys, turned, scores);
+        }
+        for (int t = 0; t < tiles.count; t++) {
+            const int start = tiles.start(t), rows = tiles.size(t);
+            float* scores = bench.scores + size_t(start) * KEYS;
+            Running fresh[LANES];
+            bool seen[LANES];
+            for (int i = 0; i < rows; i++) {
                 const int position = a.position + (start + i) / a.group;
                 const int high = position + 1 - begin < count ? position + 1 - begin : count;
                 const int low = a.window > 0 ? position - a.window + 1 - begin : 0;
-                float* mine = scores + size_t(start + i) * KEYS;
+                float* mine = scores + size_t(i) * KEYS;
                 seen[i] = high > 0 && low < high;
                 if (seen[i])
                     fresh[i] = weigh(mine, low, high);
                 else
-                    for (int j = 0; j < KEYS; j++) mine[j] = 0.0f;
+                    for (int j = 0; j < KEYS; j += LANES) store(mine + j, zero());
             }
             if (many) {
-                for (int i = 0; i < tile * wide; i += LANES) store(made + i, zero());
+                for (int i = 0; i < rows * wide; i += LANES) store(bench.made + i, zero());
                 int d = 0;
-                for (; d + 16 * PANEL <= wide; d += 16 * PANEL)
-                    values_panel<PANEL>(tile, std::make_integer_sequence<int, TILE>())(
-                        found.values[0] + d, wide, count, scores + size_t(start) * KEYS, 1.0f, made + d, wide);
-                for (; d < wide; d += 16)
-                    values_panel<1>(tile, std::make_integer_sequence<int, TILE>())(
-                        found.values[0] + d, wide, count, scores + size_t(start) * KEYS, 1.0f, made + d, wide);
+                for (; d + LANES * PANEL <= wide; d += LANES * PANEL)
+                    values_panel<PANEL>(rows, std::make_integer_sequence<int, TILE>())(
+                        bench.copied + d, wide, count, scores, 1.0f, bench.made + d, wide);
+                for (; d < wide; d += LANES)
+                    values_panel<1>(rows, std::make_integer_sequence<int, TILE>())(bench.copied + d, wide, count, scores,
+                                                                                   1.0f, bench.made + d, wide);
             } else {
-                int d = 0;
-                for (; d + 64 <= wide; d += 64) weighted_values<4>(found, scores + size_t(start) * KEYS, d, made);
-                for (; d < wide; d += 16) weighted_values<1>(found, scores + size_t(start) * KEYS, d, made);
+                few_for(pool, rows).weigh(values, scores, bench.made);
             }
-            for (int i = 0; i < tile; i++)
+            for (int i = 0; i < rows; i++)
                 if (seen[i])
-                    join(running[start + i], fresh[i], made + size_t(i) * wide, values + size_t(start + i) * wide, wide);
+                    join(bench.running[start + i], fresh[i], bench.made + size_t(i) * wide,
+                         bench.values + size_t(start + i) * wide, wide);
         }
     }
     for (int q = 0; q < queries; q++) {
-        const float* from = values + size_t(q) * wide;
+        const float* from = bench.values + size_t(q) * wide;
         float* place = out + size_t(q) * size;
-        for (int d = 0; d < size; d++) place[d] = from[d] / running[q].weight;
+        for (int d = 0; d < size; d++) place[d] = from[d] / bench.running[q].weight;
     }
 }
 

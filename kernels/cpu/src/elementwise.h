@@ -85,13 +85,15 @@ void keep_numbers(const Pool& pool, uint8_t* head, int token, const float* numbe
             }
             break;
         case Kind::fp8: {
-            // One scale a token and head: the greatest magnitude becomes 448. A NaN stays one in its code.
-            float most = 0.0f;
+            // One scale a token and head: the greatest magnitude becomes 448. What is not finite makes it NaN, as NaN's
+            // code reads as 480.
+            float most = 0.0f, rest = 0.0f;
             for (int i = 0; i < size; i++) {
                 const float magnitude = as_float(as_bits(numbers[i]) & 0x7fffffff);
                 most = magnitude > most ? magnitude : most;
+                rest += numbers[i] * 0.0f;
             }
-            const float scale = (most > 1e-4f ? most : 1e-4f) / 448.0f;
+            const float scale = rest == 0.0f ? (most > 1e-4f ? most : 1e-4f) / 448.0f : as_float(0x7fc00000);
             for (int i = 0; i < size; i++) place[i] = to_fp8(numbers[i] / scale);
             std::memcpy(head + size_t(pool.tokens) * size + 4 * size_t(token), &scale, 4);
             break;

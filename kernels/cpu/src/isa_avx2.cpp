@@ -6,6 +6,7 @@
 #define PANEL 1
 #define SCORE_ROWS 2
 #define MANY_QUERIES 16
+#define FEW_QUERIES 2
 #define AHEAD 1024
 
 #include "lanes_avx2.h"

@@ -6,6 +6,7 @@
 #define PANEL 2
 #define SCORE_ROWS 6
 #define MANY_QUERIES 24
+#define FEW_QUERIES 4
 #define AHEAD 1024
 #define DOTS dot_strip
 

@@ -6,6 +6,7 @@
 #define PANEL 1
 #define SCORE_ROWS 2
 #define MANY_QUERIES 16
+#define FEW_QUERIES 1
 #define AHEAD 0
 
 #include "lanes_portable.h"

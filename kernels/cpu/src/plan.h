@@ -136,11 +136,9 @@ OWN int attention_rows(int group) { return group >= 96 ? 1 : 96 / group; }
 OWN size_t padded(size_t n) { return (n + LANES - 1) / LANES * LANES; }
 OWN size_t scratch_floats() { return size_t(BLOCK) * STRIP; }
 OWN size_t attention_floats(int head_dim, int group) {
-    const size_t wide = padded(size_t(head_dim)), queries = size_t(attention_rows(group)) * group + 16;
-    // keys and values of a block, keys again by dimension; queries by tile; weights, sums, outputs
-    return 3 * KEYS * wide + queries * (2 * wide + 2 * KEYS + 4) + 16 * wide;
+    const size_t wide = padded(size_t(head_dim)), queries = size_t(attention_rows(group)) * group;
+    return 2 * KEYS * wide + queries * (2 * wide + KEYS + 2) + LANES * wide + LANES;
 }
-
 // Values, ids and ids again.
 OWN size_t sampling_doubles(int vocab) { return size_t(vocab) * 2 + 2; }
 

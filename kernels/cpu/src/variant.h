@@ -1,5 +1,5 @@
 // Everything that is compiled once for each instruction set. The file that includes this has defined VARIANT and NAME,
-// REGISTERS (vector registers), TILE (rows of a tile), PANEL (vectors of a panel), SCORE_ROWS, MANY_QUERIES AHEAD
+// REGISTERS (vector registers), TILE (rows of a tile), PANEL (vectors of a panel), SCORE_ROWS, MANY_QUERIES, FEW_QUERIES, AHEAD
 // (bytes that weights are asked for ahead) and, with bf16 dot products, DOTS, and included its lanes. All functions are in an unnamed namespace: none of one
 // variant may be merged with one of another. For the same reason nothing of the C++ library but types is used here.
 #include <utility>
