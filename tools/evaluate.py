@@ -45,7 +45,7 @@ from engine.shapes import KVDtype
 from engine.text import TextCodec
 from kernels.backend import Rows
 from kernels.cpu.backend import NativeBackend
-from kernels.formats import KINDS, WeightFormat
+from kernels.formats import KINDS, Activations, WeightFormat
 from kernels.packed import pack
 from kernels.prepare import cache_dir, prepare
 from kernels.weights import tensor_shapes
@@ -66,8 +66,9 @@ if TYPE_CHECKING:
 
     Ids = NDArray[np.int32]
 
-FORMATS = "fp32,bf16,fp8,fp8+bf16-head,fp8-per-tensor,int8"
+FORMATS = "fp32,bf16,fp8,fp8+bf16-activations,fp8+bf16-head,fp8-per-tensor,int8"
 HEAD_SUFFIX = "-head"
+ACTIVATIONS_SUFFIX = "-activations"
 CHUNK = 128
 """Positions of a step while the text is read: the logits of so many are held at once, of two formats."""
 PAGE_TOKENS = 16
@@ -97,31 +98,52 @@ what the numbers mean:
 The second table has the milliseconds of one sequence's step by phase (means), from the kernels' own clocks:
 queries, keys and values, attention, its output, the feed-forward network, the LM head, and all the rest.
 
-formats are {", ".join(KINDS)}, and any of them with another one for the embedding and the LM head, as in
-fp8+bf16-head. fp8 and int8 have a scale for each block of 128 × 128. The matrices are made for this run in
-$ESTAFET_CACHE or ~/.cache/estafet and deleted after it, unless the model has been served in that format.
+formats are {", ".join(KINDS)}, and any of them with another one for the embedding and the LM
+head, as in fp8+bf16-head. fp8 and int8 have a scale for each block of 128 × 128. In fp8+bf16-activations the
+inputs of the FP8 matrices are rounded too, which processors with bf16 dot products compute faster. The matrices
+are made for this run in $ESTAFET_CACHE or ~/.cache/estafet and deleted after it, unless the model has been
+served in that format.
 """
 
 
-def format_named(text: str) -> WeightFormat:
-    """fp8, bf16, …, or with a head of another kind, fp8+bf16-head; UsageError for what is none."""
-    layers, plus, head = text.partition("+")
-    if not plus:
-        head = layers + HEAD_SUFFIX
-    kinds = layers, head.removesuffix(HEAD_SUFFIX)
-    if not head.endswith(HEAD_SUFFIX) or not set(kinds) <= set(KINDS):
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kinds of the matrices, and what the inputs of those in FP8 are computed in."""
+
+    weights: WeightFormat
+    activations: Activations = "fp32"
+
+    def __str__(self) -> str:
+        rounded = self.activations != "fp32"
+        return f"{self.weights}+{self.activations}{ACTIVATIONS_SUFFIX}" if rounded else str(self.weights)
+
+
+def choice_named(text: str) -> Choice:
+    """fp8, bf16, …, perhaps with a head of another kind, fp8+bf16-head, or with rounded activations,
+    fp8+bf16-activations; UsageError for what is none of these."""
+    layers, *others = text.split("+")
+    head, activations = layers, "fp32"
+    known = layers in KINDS
+    for part in others:
+        if part.endswith(HEAD_SUFFIX):
+            head = part.removesuffix(HEAD_SUFFIX)
+        elif part.endswith(ACTIVATIONS_SUFFIX) and layers.startswith("fp8"):
+            activations = part.removesuffix(ACTIVATIONS_SUFFIX)
+        else:
+            known = False
+    if not known or head not in KINDS or activations not in get_args(Activations):
         raise UsageError(
-            f"{text!r} is no weight format; known are {', '.join(KINDS)}, and with another head, such as "
-            f"fp8+bf16{HEAD_SUFFIX}"
+            f"{text!r} is no weight format; known are {', '.join(KINDS)}, with another head, such as "
+            f"fp8+bf16{HEAD_SUFFIX}, and of the fp8 kinds fp8+bf16{ACTIVATIONS_SUFFIX}"
         )
-    return WeightFormat(*kinds)  # type: ignore[arg-type]  # they were looked up
+    return Choice(WeightFormat(layers, head), activations)  # type: ignore[arg-type]  # they were looked up
 
 
-def formats_of(names: str, reference: str) -> list[WeightFormat]:
-    """The formats to compare, the reference first, named or not; UsageError as in `format_named`."""
-    found = [format_named(reference)]
+def choices_of(names: str, reference: str) -> list[Choice]:
+    """What to compare, the reference first, named or not; UsageError as in `choice_named`."""
+    found = [choice_named(reference)]
     for name in names.split(","):
-        one = format_named(name.strip())
+        one = choice_named(name.strip())
         if one in found[1:]:
             raise UsageError(f"--formats names {one} twice")
         if one != found[0]:
@@ -172,7 +194,7 @@ def windows_of(tokens: Sequence[int], start: Sequence[int], context: int, total:
 class Side:
     """One format of the model, its pages, and what was measured of it."""
 
-    format: WeightFormat
+    choice: Choice
     backend: NativeBackend
     table: Ids
     """The block table of its window."""
@@ -243,17 +265,19 @@ class Pool:
             self.memory[start : start + size] = self.memory[:size]
 
 
-def open_sides(folder: Path, formats: Sequence[WeightFormat], pool: Pool, threads: int) -> list[Side]:
-    """Pack the model in each format where that is not done yet, and open it.
+def open_sides(folder: Path, choices: Sequence[Choice], pool: Pool, threads: int) -> list[Side]:
+    """Pack the model in each choice's format where that is not done yet, and open it.
 
     What is packed here takes no room afterwards: the kernels keep their maps of the deleted files.
     """
     sides = []
     with _scratch(folder) as scratch:
-        for weights, table in zip(formats, pool.windows, strict=True):
-            path = pack(scratch, weights, progress=True, verify=False)
-            backend = NativeBackend(scratch, pool.memory, pool.shape, threads, weights)
-            sides.append(Side(weights, backend, table, path.stat().st_size))
+        for choice, table in zip(choices, pool.windows, strict=True):
+            path = pack(scratch, choice.weights, progress=True, verify=False)
+            backend = NativeBackend(
+                scratch, pool.memory, pool.shape, threads, choice.weights, activations=choice.activations
+            )
+            sides.append(Side(choice, backend, table, path.stat().st_size))
     return sides
 
 
@@ -300,7 +324,7 @@ def read_window(sides: Sequence[Side], window: Window, full: bool, tick: Callabl
                 found = Predictions.of(logits)
             except NotFiniteError as error:
                 raise ModelError(
-                    f"as {side.format} this model gives {error}; it cannot be evaluated so: leave the format "
+                    f"as {side.choice} this model gives {error}; it cannot be evaluated so: leave the format "
                     "out, or fetch the model again"
                 ) from None
             reference = reference or found
@@ -341,7 +365,7 @@ def figures_of(side: Side, reference: Side, config: ModelConfig) -> dict[str, An
     layers, layers_bf16 = matrix_bytes(side, config)
     elements = sum(int(np.prod(shape)) for shape in tensor_shapes(config).values())
     return {
-        "weights": str(side.format),
+        "weights": str(side.choice),
         "numerics_id": side.backend.numerics_id,
         **side.scores.summary(reference.scores),
         "layer_bytes": layers,
@@ -362,7 +386,7 @@ def figures_of(side: Side, reference: Side, config: ModelConfig) -> dict[str, An
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """Measure what the command line asks for; the report. An EstafetError says what is wrong with it."""
-    formats = formats_of(options.formats, options.reference)
+    choices = choices_of(options.formats, options.reference)
     prose = read_prose(options.text)
     report: dict[str, Any] = {
         "bench": "evaluate",
@@ -381,8 +405,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     # Control tokens that the text spells are its text. One tokeniser's call for all of it costs little.
     tokens = codec.encode(prose.text, special=False, bos=False)
     windows = windows_of(tokens, start[:1], options.context, options.tokens)
-    pool = Pool(config.page_shape(PAGE_TOKENS, options.kv), options.context, len(formats))
-    sides = open_sides(folder, formats, pool, options.threads)
+    pool = Pool(config.page_shape(PAGE_TOKENS, options.kv), options.context, len(choices))
+    sides = open_sides(folder, choices, pool, options.threads)
     from tqdm import tqdm
 
     full = [len(window.tokens) == len(windows[0].tokens) for window in windows]
@@ -396,7 +420,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         time_decode(sides, pool, windows[0], options.rounds, bar.update)
     return report | {
         "model": config.name,
-        "reference": str(formats[0]),
+        "reference": str(choices[0]),
         "text": {"source": prose.source, "sha256": prose.sha256, "tokens": len(tokens)},
         "tokens": options.tokens,
         "context": len(windows[0].tokens),
@@ -489,12 +513,14 @@ def plot(report: dict[str, Any], path: Path) -> None:
     importlib.import_module("matplotlib").use("Agg")
     figure, axes = importlib.import_module("matplotlib.pyplot").subplots(figsize=(8, 5), layout="constrained")
     others = [one for one in report["formats"] if one["weights"] != report["reference"]]
+    slowest = max(one["decode_ms"]["1"] for one in others)
+    largest = max(one["model_bytes"] for one in others)
     for one in others:
         place = one["decode_ms"]["1"], one["kl_mean"]
-        axes.scatter(*place, s=one["model_bytes"] / max(o["model_bytes"] for o in others) * 400, alpha=0.5)
-        axes.annotate(one["weights"], place)
+        axes.scatter(*place, s=400 * one["model_bytes"] / largest, alpha=0.5)
+        axes.annotate(one["weights"], place, ha="right" if place[0] > slowest / 2 else "left", va="bottom")
     axes.set_yscale("symlog", linthresh=1e-6)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.1 * slowest)
     axes.set_xlabel("decode of one sequence, ms a token")
     axes.set_ylabel(f"mean KL from {report['reference']}, nats")
     axes.set_title(f"{report['model']}: areas are bytes")
