@@ -216,6 +216,62 @@ def test_another_backend_goes_on_from_sealed_pages(alone: Alone) -> None:
     assert sum(map(len, made)) > 3
 
 
+def random_shape(random: np.random.Generator) -> dict[str, Any]:
+    """Heads of every width and share, and sizes that fit no strip, block or vector."""
+    kv_heads, share = int(random.integers(1, 4)), int(random.choice([1, 2, 3, 7, 17, 33]))
+    return {
+        "kv_heads": kv_heads,
+        "heads": kv_heads * share,
+        "head_dim": 2 * int(random.choice([1, 3, 8, 9, 16, 17, 32, 40] if share < 10 else [1, 3, 8])),
+        "hidden_size": int(random.integers(1, 300)),
+        "ffn_size": int(random.integers(1, 300)),
+        "vocab_size": int(random.integers(3, 200)),
+        "layers": int(random.integers(1, 3)),
+        "tied": bool(random.integers(2)),
+    }
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_models_of_any_shape(tmp_path: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    config = write_random_model(tmp_path, seed=seed, **random_shape(random))
+    kind, dtype = KINDS[seed % 4], DTYPES[seed // 4]
+    logs = random_logs(3, int(random.integers(60, 200)), config.vocab_size, seed=seed)
+    alone = Pages("native", tmp_path, config, kind=kind, dtype=dtype).run(logs, batch=1, chunk=1)
+    for number, variant in enumerate(VARIANTS):
+        for chunk in (int(random.integers(2, 60)), 200):
+            tokens = int(random.choice([1, 3, 8, 16, 100]))
+            kinds: dict[str, Any] = {"kind": kind, "dtype": dtype, "variant": variant, "tokens": tokens}
+            pages = Pages("native", tmp_path, config, pages=700, threads=1 + number % 2, **kinds)
+            some = logs[:1] if variant == "portable" else logs
+            for ours, theirs in zip(pages.run(some, batch=3, chunk=chunk), alone, strict=False):
+                assert np.array_equal(ours, theirs), (variant, chunk)
+
+
+def test_steps_of_many_rows_between_small_ones(alone: Alone) -> None:
+    """Buffers grow under way; what larger steps left in them is not read by smaller ones."""
+    expected, _ = alone.of("fp8", "float16")
+    kinds: dict[str, Any] = {"dtype": "float16", "kind": "fp8", "threads": 2, "pages": 700}
+    pages = Pages("native", alone.folder, alone.config, **kinds)
+    steps = [
+        [Chunk(0, 0, LOGS[0][:2], "all")],
+        [Chunk(i, 0, LOGS[i % 32][:20], "all") for i in range(1, 40)],
+        [Chunk(0, 2, LOGS[0][2:3], "all")],
+        [Chunk(0, 3, LOGS[0][3:], "all"), *(Chunk(100 + i, 0, LOGS[i % 32][:100], "all") for i in range(9))],
+        [Chunk(200, 0, LOGS[5][:1], "all"), Chunk(201, 0, LOGS[6][:2], "all")],
+        [Chunk(300 + i, 0, LOGS[0][:5], "none") for i in range(50)] + [Chunk(400, 0, LOGS[2], "all")],
+    ]
+    of = {0: 0, 200: 5, 201: 6, 400: 2}
+    for chunks in steps:
+        logits = pages.step(chunks).logits
+        assert logits is not None
+        for chunk in chunks:
+            count = sum(chunk.rows_with_logits())
+            log = of.get(chunk.sequence, chunk.sequence % 100 % 32)
+            assert np.array_equal(logits[:count], expected[log][chunk.position :][:count]), chunk.sequence
+            logits = logits[count:]
+
+
 REAL = [
     {"batch": 32, "chunk": 103, "tokens": 16, "threads": 2, "path": "whole", "dtype": "float16"},
     {"batch": 7, "chunk": 16, "tokens": 8, "threads": 1, "path": "whole", "variant": 1, "dtype": "float16"},

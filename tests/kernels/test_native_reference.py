@@ -16,6 +16,7 @@ from engine.sampling import SamplingParams
 from kernels.formats import WeightFormat
 from kernels.packed import PackedWeights, pack
 from kernels.random_model import write_random_model
+from kernels.reference import to_float8, to_page
 from kernels.sampling import NO_TOKEN, mask_words
 from kernels.weights import tensor_shapes
 
@@ -159,6 +160,26 @@ def test_scales_of_float8_pages_are_those_of_the_reference(tmp_path: Path) -> No
     np.testing.assert_allclose(scales, their_scales, rtol=2e-6)
     assert ((codes & 0x7F).max(axis=-1) == 0x7E).all()  # the greatest is the greatest code
     assert (codes != their_codes).mean() < 1e-3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8"])
+def test_pages_store_the_nearest_numbers(tmp_path: Path, dtype: Any, variant: str) -> None:
+    """Of the first layer's keys and values, which float32 pages show before they are rounded."""
+    config = write_random_model(tmp_path, seed=5, head_dim=38, heads=6, kv_heads=3, hidden_size=77)
+    log = random_logs(1, 90, config.vocab_size, seed=3)[0]
+    stored = []
+    for kind in ("float32", dtype):
+        pages = Pages("native", tmp_path, config, dtype=kind, pages=20, kind="fp8", variant=variant)
+        pages.run([log], batch=1, chunk=90, logits="none")
+        stored.append(np.ascontiguousarray(pages.stored(0, 90)[:, 0]))
+    numbers = stored[0].view(np.float32).astype(np.float64)
+    if dtype == "float8":
+        codes, scales = to_float8(numbers)
+        expected = np.concatenate([codes, scales[..., None].view(np.uint8)], axis=-1)
+    else:
+        expected = to_page(numbers, dtype).view(np.uint8)
+    assert np.array_equal(stored[1], expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
