@@ -14,7 +14,7 @@ import trio
 from actors.boot import LAUNCHER, TOKEN_LOG
 from actors.choice import Choice, Fold
 from actors.grace import GracePeriod
-from actors.metrics import Exposition, RequestMetrics, SystemCollector, Traffic
+from actors.metrics import Exposition, RequestMetrics, SystemCollector
 from actors.open_request import OpenRequest, Reader
 from actors.sessions import Draining, Generation, NotKept, QueueFull, Refused
 from actors.shell import Actor
@@ -332,8 +332,8 @@ class GatewayActor(Actor):
         # What fits the pool may be less than what the model allows.
         self.model = msgspec.structs.replace(config, name=name, context_length=self.boot.context_length)
         self.text = await self.world.compute(partial(TextCodec.load, folder))
-        actors, traffic = self.boot.topology.actors(), Traffic.of(folder, self.model, self.boot.page_shape)
-        collector = SystemCollector(self.metrics, self.statistics, actors, self.vitals, self.model, traffic)
+        actors = self.boot.topology.actors()
+        collector = SystemCollector(self.metrics, self.statistics, actors, self.vitals, self.model)
         self._exposition = Exposition(collector)
         self._adopt()
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -33,7 +32,6 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from prometheus_client import Metric
 
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from engine.layout import Vitals
     from engine.messages import ActorKind
     from engine.model import ModelConfig
-    from engine.shapes import PageShape
     from engine.topology import Actor
 
 PREFIX = "estafet:"
@@ -149,38 +146,6 @@ class RequestMetrics:
         yield refused
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that a step of a model has to read from memory at the least: not measured, but counted.
-
-    Weights: every matrix once a step, in float32, as the files hold them; the output matrix only by
-    steps that sample, the input embedding never (a row a token is looked up). A step that is computed
-    in tiles reads matrices more often, as far as caches do not hold them, and that is not in here.
-    KV: every position that a sequence attends to once a step, keys and values of all layers.
-    """
-
-    body_bytes: int
-    output_bytes: int
-    position_bytes: int
-
-    @classmethod
-    def of(cls, folder: Path, model: ModelConfig, shape: PageShape) -> Traffic:
-        """The traffic of a prepared model with such pages."""
-        files = sum(path.stat().st_size for path in folder.glob("weights*.safetensors"))
-        matrix = 4 * model.vocab_size * model.hidden_size
-        embeddings = matrix if model.tied_embeddings else 2 * matrix
-        return cls(files - embeddings, matrix, shape.page_bytes // shape.tokens)
-
-    def weight_bytes(self, figures: Statistics) -> float:
-        """Read by all steps of a worker so far."""
-        sampling = figures["steps_decode"] + figures["steps_mixed"]
-        return (figures["steps_prefill"] + sampling) * self.body_bytes + sampling * self.output_bytes
-
-    def kv_bytes(self, figures: Statistics) -> float:
-        """Read by all steps of a worker so far."""
-        return figures["positions_read"] * self.position_bytes
-
-
 class Family(NamedTuple):
     """How figures that actors of a kind publish are shown."""
 
@@ -212,6 +177,12 @@ PUBLISHED = (
     Family("worker", "counter", "worker_tokens_sampled", "Tokens sampled.", {"tokens_out": ""}),
     Family("worker", "counter", "backend_busy_seconds",
            "Seconds inside the backend: its rate is the utilisation, a share of wall time.", {"busy_s": ""}),
+    Family("worker", "counter", "weight_bytes_read",
+           "Bytes of weights that the steps had to read at the least, once a step: counted, not measured.",
+           {"weight_bytes_read": ""}),
+    Family("worker", "counter", "kv_bytes_read",
+           "Bytes of attended positions, once a sequence and step: counted, not measured.",
+           {"kv_bytes_read": ""}),
     Family("worker", "counter", "hand_overs_refused", "Hand-overs not taken.", {"hand_overs_refused": ""}),
     Family("replicator", "gauge", "replication_lag_pages", "Sealed pages that wait for their copy.",
            {"pages_waiting": ""}),
@@ -241,7 +212,6 @@ class SystemCollector(Collector):
         actors: Sequence[Actor],
         vitals: Vitals,
         model: ModelConfig,
-        traffic: Traffic,
     ) -> None:
         """`own` gives the statistics of the gateway that is scraped."""
         self._requests = requests
@@ -249,7 +219,6 @@ class SystemCollector(Collector):
         self._actors = tuple(actors)
         self._vitals = vitals
         self._model = model
-        self._traffic = traffic
 
     def collect(self) -> Iterator[Metric]:
         """All families, in an order that does not change."""
@@ -318,25 +287,20 @@ class SystemCollector(Collector):
             "Steps of the backend: prefill samples nothing, decode with every sequence, mixed with some.",
             labels=("actor", "phase"),
         )
-        weights = CounterMetricFamily(
-            f"{PREFIX}weight_bytes_read",
-            "Bytes of weights that the steps had to read at the least, once a step: counted, not measured.",
-            labels=("actor",),
-        )
-        pages = CounterMetricFamily(
-            f"{PREFIX}kv_bytes_read",
-            "Bytes of attended positions, once a sequence and step: counted, not measured.",
-            labels=("actor",),
+        inside = CounterMetricFamily(
+            f"{PREFIX}backend_phase_seconds",
+            "Seconds inside the native backend by phase of a step, as its first thread saw them.",
+            labels=("actor", "phase"),
         )
         for actor, figures in workers:
             for phase in PHASES:
                 count, seconds = figures[f"steps_{phase}"], figures[f"busy_{phase}_s"]
                 times.add_metric((actor.name, phase), int(count), seconds)
-            weights.add_metric((actor.name,), self._traffic.weight_bytes(figures))
-            pages.add_metric((actor.name,), self._traffic.kv_bytes(figures))
+            for key, seconds in figures.items():
+                if key.startswith("backend_"):
+                    inside.add_metric((actor.name, key.removeprefix("backend_").removesuffix("_s")), seconds)
         yield times
-        yield weights
-        yield pages
+        yield inside
 
 
 def _published(family: Family, published: Iterable[tuple[Actor, Statistics]]) -> Metric:

@@ -114,10 +114,18 @@ def open_backend(boot: Boot, pool: memoryview) -> Backend:
 
     from kernels import backends
 
-    table = boot.topology.worker[boot.name]
-    threads = table.threads or max(1, len(os.sched_getaffinity(0)) // len(boot.topology.worker))
+    folder = Path(boot.model_folder)
+    table, model = boot.topology.worker[boot.name], boot.topology.model
+    shared = max(1, len(os.sched_getaffinity(0)) // len(boot.topology.worker))
     return backends.open_backend(
-        table.backend, Path(boot.model_folder), np.frombuffer(pool, np.uint8), boot.page_shape, threads
+        backends.resolve(table.backend),
+        folder,
+        np.frombuffer(pool, np.uint8),
+        boot.page_shape,
+        table.threads or len(table.cores) or shared,
+        backends.format_for(model, folder),
+        None if model.activations == "auto" else model.activations,
+        table.cores,
     )
 
 
@@ -174,6 +182,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     boot = read_boot()
     die_with(boot.launcher_pid)
+    if boot.kind == "worker" and (cores := boot.topology.worker[boot.name].cores):
+        os.sched_setaffinity(0, cores)
     open_log(Path(boot.run_dir) / "logs" / f"{boot.name}.jsonl", boot.topology.launch.log_level)
     log = structlog.get_logger().bind(actor=boot.name, epoch=boot.epoch)
     try:

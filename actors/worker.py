@@ -142,8 +142,27 @@ class WorkerActor(Actor):
             "busy_s": round(sum(self._busy_s.values()), 3),
             **{f"busy_{phase}_s": round(seconds, 3) for phase, seconds in self._busy_s.items()},
             **{f"steps_{phase}": count for phase, count in self._steps.items()},
-            "positions_read": self._positions_read,
+            **self._bytes_read(),
+            **{f"backend_{phase}_s": round(seconds, 4) for phase, seconds in self._phase_seconds().items()},
         }
+
+    def _bytes_read(self) -> Statistics:
+        """What the steps had to read from memory at the least: not measured, but counted.
+
+        Weights: every matrix once a step, the LM head only by steps that sample, the embedding never (a row
+        a token is looked up). KV: every position that a sequence attends to, once a step.
+        """
+        if not hasattr(self, "backend"):
+            return {"weight_bytes_read": 0, "kv_bytes_read": 0}
+        steps = sum(self._steps.values())
+        return {
+            "weight_bytes_read": steps * self.backend.body_bytes
+            + (steps - self._steps["prefill"]) * self.backend.head_bytes,
+            "kv_bytes_read": self._positions_read * self.backend.page_shape.token_bytes,
+        }
+
+    def _phase_seconds(self) -> dict[str, float]:
+        return self.backend.phase_seconds() if hasattr(self, "backend") else {}
 
 
 def phase_of(plan: Plan) -> str:

@@ -160,6 +160,8 @@ def check_model(topology: Topology) -> None:
 
 def find_model(topology: Topology, progress: bool) -> tuple[Path, ModelConfig]:
     """The prepared folder of the topology's model, made now if need be."""
+    from kernels.backends import format_for, resolve
+    from kernels.packed import pack
     from kernels.prepare import cache_dir, prepare
 
     path = topology.model.path
@@ -170,7 +172,43 @@ def find_model(topology: Topology, progress: bool) -> tuple[Path, ModelConfig]:
     else:
         source = Path(path).expanduser()
     folder = prepare(source, cache_dir(), progress)
-    return folder, read_config(folder)
+    config = read_config(folder)
+    if any(resolve(worker.backend) == "native" for worker in topology.worker.values()):
+        # Once, and its checksums compared once: workers that are started again only map it.
+        pack(folder, format_for(topology.model, folder), progress)
+    return folder, config
+
+
+def describe_kernels(topology: Topology, folder: Path) -> list[str]:
+    """What the workers compute with, and a line for those who could have it faster."""
+    from kernels import cpu
+    from kernels.backends import format_for, resolve
+    from kernels.formats import activations_for
+
+    backends = {resolve(worker.backend) for worker in topology.worker.values()}
+    lines = []
+    if "native" in backends:
+        weights = format_for(topology.model, folder)
+        chosen = topology.model.activations
+        activations = activations_for(weights) if chosen == "auto" else chosen
+        lines.append(
+            f"native kernels ({cpu.native().variants()[0]}), {weights} weights, {activations} activations, "
+            f"{topology.kv.dtype} pages"
+        )
+    if "torch" in backends and any(worker.backend == "auto" for worker in topology.worker.values()):
+        lines.append("the native kernels were not built here: the slow backend is used; `tools/up` says why")
+    return lines
+
+
+def check_workers(topology: Topology) -> None:
+    """Refuse cores that are not there, before anything is made."""
+    available = os.sched_getaffinity(0)
+    for name, worker in topology.worker.items():
+        if missing := [core for core in worker.cores if core not in available]:
+            raise StartError(
+                f"worker.{name}.cores = {list(worker.cores)}: core {missing[0]} is not ours; expected "
+                f"some of {', '.join(map(str, sorted(available)))}"
+            )
 
 
 def make_segments(launch: Launch, stack: ExitStack) -> None:
@@ -260,6 +298,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
     check_descriptor(arguments.ready_fd)
     topology = read_topology(arguments.topology, arguments.settings)
     check_model(topology)
+    check_workers(topology)
     if arguments.check:
         with suppress(BrokenPipeError):
             print(describe(topology), flush=True)
@@ -281,6 +320,8 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
         make_segments(made, stack)
         open_log(run_dir.path / LOGS / "launcher.jsonl", topology.launch.log_level)
         say(f"{__version__}, {topology.model.name or config.name}, topology {name}")
+        for line in describe_kernels(topology, folder):
+            say(line)
         say(f"run directory {run_dir.path}")
         for doors in ports.values():
             for endpoint in doors:

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -22,6 +22,14 @@ from engine.shapes import KVDtype, PageShape
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+WeightKind = Literal["fp32", "bf16", "fp8", "fp8-per-tensor", "int8"]
+"""fp8: e4m3fn codes with a scale for each block of 128 × 128; fp8-per-tensor: one scale for the matrix;
+int8: signed codes with a scale for each block of 128 × 128. The last two are there to be compared with."""
+
+Activations = Literal["fp32", "bf16"]
+"""What the inputs of FP8 matrices are computed in. bf16: they are rounded first, which processors with bf16
+dot products compute twice as fast; the others get the same bits."""
 
 CONFIG = "model.json"
 TOKENIZER = "tokenizer.json"

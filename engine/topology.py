@@ -22,13 +22,14 @@ import msgspec
 from engine.errors import UsageError
 from engine.ids import EPOCH_BITS
 from engine.messages import ActorKind
+from engine.model import Activations, WeightKind
 from engine.shapes import KVDtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Role = Literal["prefill", "decode", "both"]
-BackendName = Literal["torch", "reference"]
+BackendName = Literal["auto", "native", "torch", "reference"]
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -46,6 +47,14 @@ class ModelTable(_Table, frozen=True):
     """A GGUF file, a Hugging Face or prepared folder, or "default" (SmolLM2-135M-Instruct from the cache)."""
     name: str = ""
     """What clients call it; empty: the name of the model's file, without its weight format."""
+    weights: Literal["auto"] | WeightKind = "auto"
+    """How the native backend keeps the layers' matrices; auto: as the model's file suggests, FP8 what it
+    stores in 8 bits or fewer (but Q8_0 as bf16), else as it is."""
+    head: Literal["auto"] | WeightKind = "auto"
+    """The same for the embedding and the LM head; auto: as the model's file suggests or, when `weights` is
+    set, like them."""
+    activations: Literal["auto"] | Activations = "auto"
+    """What the inputs of FP8 matrices are rounded to; auto: bf16."""
 
 
 class KVTable(_Table, frozen=True):
@@ -53,7 +62,7 @@ class KVTable(_Table, frozen=True):
 
     page_tokens: Literal[8, 16, 32, 64] = 16
     pages: Annotated[int, msgspec.Meta(ge=2, le=1 << 24)] = 1024
-    dtype: KVDtype = "float32"
+    dtype: KVDtype = "float16"
 
 
 class GatewayTable(_Table, frozen=True):
@@ -80,9 +89,13 @@ class WorkerTable(_Table, frozen=True, kw_only=True):
     """One worker."""
 
     role: Role
-    backend: BackendName = "torch"
+    backend: BackendName = "auto"
+    """auto: native, or torch on a machine without compiled kernels."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    """0 shares the cores among the workers."""
+    """0 takes the cores it is pinned to, or shares all among the workers."""
+    cores: tuple[Annotated[int, msgspec.Meta(ge=0, le=4095)], ...] = ()
+    """Cores that the worker is pinned to, each thread of a step to its own if there are as many; none: not
+    pinned."""
     prefill_slots: Count = 8
     """Requests that may be in prefill here at once (roles prefill and both)."""
     decode_slots: Count = 36

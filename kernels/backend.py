@@ -85,7 +85,15 @@ class Backend(Protocol):
     numerics_id: str
     """Kernel version, ISA rule, weight format and content, KV dtype, tensor-parallel degree: workers
     of equal id give equal tokens."""
+    body_bytes: int
+    """Of the matrices that every step reads: as it reads them, each once."""
+    head_bytes: int
+    """Of the LM head, which steps read that sample."""
 
     def step(self, rows: Rows, *, return_logits: bool = False) -> StepResult:
         """Fill the rows' positions and sample where asked. One caller at a time; releases the GIL."""
+        ...
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds by phase of a step since it was opened; empty when it does not tell them apart."""
         ...

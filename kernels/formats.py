@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 
-WeightKind = Literal["fp32", "bf16", "fp8", "fp8-per-tensor", "int8"]
-"""fp8: e4m3fn codes with a scale for each block of 128 × 128; fp8-per-tensor: one scale for the matrix;
-int8: signed codes with a scale for each block of 128 × 128. The last two are there to be compared with."""
+from engine.model import Activations, WeightKind
+
+__all__ = ["BLOCK", "ITEM_BYTES", "KINDS", "Activations", "WeightFormat", "WeightKind", "activations_for"]
 
 KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
 
@@ -17,11 +17,6 @@ ITEM_BYTES: dict[WeightKind, int] = {"fp32": 4, "bf16": 2, "fp8": 1, "fp8-per-te
 
 BLOCK = 128
 """Outputs and inputs of a block that has one scale, as GLM-5 and DeepSeek checkpoints have it."""
-
-
-Activations = Literal["fp32", "bf16"]
-"""What the inputs of FP8 matrices are computed in. bf16: they are rounded first, which processors with bf16
-dot products compute twice as fast; the others get the same bits."""
 
 
 class WeightFormat(msgspec.Struct, frozen=True):
@@ -34,3 +29,8 @@ class WeightFormat(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return self.layers if self.layers == self.head else f"{self.layers}+{self.head}-head"
+
+
+def activations_for(weight_format: WeightFormat) -> Activations:
+    """What is right unless somebody asks for something else: bf16 where weights have a fourth of its bits."""
+    return "bf16" if weight_format.layers in ("fp8", "fp8-per-tensor") else "fp32"

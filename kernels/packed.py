@@ -9,9 +9,9 @@ Made of a prepared folder, once for each weight format. Integers and numbers are
     matrices   each on a multiple of 4096 bytes
 
 A matrix [outputs, inputs] lies as strips of 64 outputs, the last one filled up with zeros. fp32 is
-[ceil(outputs / 64)][inputs][64]. Smaller items lie in pairs of inputs, an odd number of inputs filled up with
-a zero: [ceil(outputs / 64)][ceil(inputs / 2)][64][2], of a pair the second input first, so that a word's upper
-half is the even input: what bf16 dot products take first. Scales are float32
+[ceil(outputs / 64)][inputs][64]. Smaller items lie in pairs of inputs, an odd number of inputs filled up
+with a zero: [ceil(outputs / 64)][ceil(inputs / 2)][64][2], of a pair the second input first, so that a word's
+upper half is the even input: what bf16 dot products take first. Scales are float32
 [ceil(outputs / 64)][ceil(inputs / 128)]: of the block in which the strip lies.
 """
 
@@ -108,6 +108,11 @@ class PackedMatrix:
     def strips(self) -> int:
         """Strips of 64 outputs."""
         return -(-self.outputs // STRIP)
+
+    @property
+    def bytes(self) -> int:
+        """Of codes and scales."""
+        return self.data.nbytes + self.scales.nbytes
 
     def values(self) -> Floats:
         """The matrix that it stands for, float32 [outputs, inputs]: what kernels must compute with."""

@@ -16,7 +16,7 @@ from kernels.backend import StepResult
 from kernels.quantize import E4M3_MAX, LEAST_MAXIMUM, decode_e4m3, encode_e4m3
 from kernels.rows import check_pool, check_rows
 from kernels.sampling import logprobs_step, sample_step
-from kernels.weights import EMBEDDING, FINAL_NORM, Weights
+from kernels.weights import EMBEDDING, FINAL_NORM, Weights, float32_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,7 +95,12 @@ class ReferenceBackend:
         self.pages = check_pool(pool, page_shape, self.config)
         self.weights = Weights(model_folder, self.config)
         self._pool = PageArrays(pool, page_shape)
+        self.body_bytes, self.head_bytes = float32_bytes(self.config)
         self.numerics_id = f"reference-fp64-1:fp32:{self.config.weights_id}:kv-{page_shape.dtype}:tp1"
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Nothing: the phases are not timed."""
+        return {}
 
     def step(self, rows: Rows, *, return_logits: bool = False) -> StepResult:
         """Fill the rows' positions and sample where asked; ValueError for rows that do not fit."""

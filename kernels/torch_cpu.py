@@ -17,7 +17,7 @@ from kernels.backend import StepResult
 from kernels.rows import check_pool, check_rows
 from kernels.sampling import logprobs_step, sample_step
 from kernels.tiles import TILE, Linear, TilePlan, fold, padded, read_only_tensor, same_bits
-from kernels.weights import EMBEDDING, FINAL_NORM, Weights
+from kernels.weights import EMBEDDING, FINAL_NORM, Weights, float32_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,10 +72,15 @@ class TorchBackend:
         fingerprint = hashlib.blake2b(bits, digest_size=4)
         for plan in plans.values():
             fingerprint.update(plan.bits)
+        self.body_bytes, self.head_bytes = float32_bytes(self.config)
         self.numerics_id = (
             f"{KERNEL}:{torch.backends.cpu.get_cpu_capability().lower()}-{fingerprint.hexdigest()}:fp32"
             f":{self.config.weights_id}:kv-{page_shape.dtype}:tp1"
         )
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Nothing: the phases are not timed."""
+        return {}
 
     @torch.inference_mode()
     def step(self, rows: Rows, *, return_logits: bool = False) -> StepResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -162,6 +163,12 @@ def _stored(
     if info.type != E4M3:
         return StoredTensor(name, info)
     return StoredTensor(name, info, checked(name + SCALES_SUFFIX, scales_shape(shape), SCALES_TYPES))
+
+
+def float32_bytes(config: ModelConfig) -> tuple[int, int]:
+    """Bytes of the layers' matrices, and of the LM head, as float32."""
+    body = sum(4 * math.prod(shape) for shape in layer_shapes(config).values() if len(shape) == 2)
+    return config.layers * body, 4 * config.vocab_size * config.hidden_size
 
 
 def default_format(folder: Path, config: ModelConfig) -> WeightFormat:

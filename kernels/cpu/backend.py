@@ -12,6 +12,7 @@ from engine.model import read_config
 from engine.sampling import TokenLogprobs
 from kernels.backend import StepResult
 from kernels.cpu import native
+from kernels.formats import activations_for
 from kernels.packed import PackedWeights, pack
 from kernels.rows import check_pool, check_rows
 from kernels.sampling import NO_TOKEN
@@ -66,14 +67,15 @@ class NativeBackend:
         threads: int,
         weights: WeightFormat | None = None,
         *,
-        activations: Activations = "fp32",
+        activations: Activations | None = None,
         variant: str | None = None,
         cores: Sequence[int] = (),
     ) -> None:
         """Open the packed weights of a prepared folder, packing them first unless they are there.
 
-        `activations`: what the inputs of FP8 matrices are rounded to. `variant`: one of `native().variants()`, by default the fastest. `cores`: where the threads are
-        pinned, one each; none: nowhere.
+        `activations`: what the inputs of FP8 matrices are rounded to, by default what
+        `kernels.formats.activations_for` says. `variant`: one of `native().variants()`, by default the
+        fastest. `cores`: where the threads are pinned, one each; none: nowhere.
         """
         module = native()
         if threads < 1:
@@ -82,6 +84,7 @@ class NativeBackend:
         self.page_shape = page_shape
         self.pages = check_pool(pool, page_shape, self.config)
         self.format = weights or default_format(model_folder, self.config)
+        self.activations = activations or activations_for(self.format)
         self.variant = variant or module.variants()[0]
         path = pack(model_folder, self.format, verify=False)
         self._weights = PackedWeights(path, self.config, self.format)
@@ -120,12 +123,14 @@ class NativeBackend:
         self._set_matrix(0, "embedding", EMBEDDING)
         self._set_matrix(0, "head", HEAD)
         self._model.set_norm(0, "final", self._weights.vector(FINAL_NORM))
-        self._model.set_rounds(activations == "bf16")
+        self._model.set_rounds(self.activations == "bf16")
         tables = hashlib.blake2b(self._cos.tobytes() + self._sin.tobytes(), digest_size=4).hexdigest()
         self.numerics_id = (
-            f"native-{NUMERICS}-{tables}:{self.format}-{activations}:{config.weights_id}"
+            f"native-{NUMERICS}-{tables}:{self.format}-{self.activations}:{config.weights_id}"
             f":kv-{page_shape.dtype}:tp1"
         )
+        self.body_bytes = sum(matrix.bytes for matrix in self.matrices()[:-1])
+        self.head_bytes = self.matrices()[-1].bytes
         self._sampling = SamplingColumns(config.vocab_size)
 
     def _set_matrix(self, layer: int, name: str, tensor: str) -> None:
@@ -135,7 +140,7 @@ class NativeBackend:
         )
 
     def matrices(self) -> list[PackedMatrix]:
-        """The matrices that a decode step reads, each once."""
+        """The matrices that a decode step reads, each once; the LM head last."""
         layers = range(self.config.layers)
         names = [f"model.layers.{i}.{name}.weight" for i in layers for name in MATRICES.values()]
         return [self._weights.matrix(name) for name in (*names, HEAD)]
@@ -235,7 +240,7 @@ class SamplingColumns:
             mask, first_log, prompt = -1, -1, 0
             if rows.masks[row] is not None:
                 mask = len(masks)
-                masks.append(rows.masks[row])  # type: ignore[arg-type]
+                masks.append(rows.masks[row])
             log: TokenLog | None = rows.logs[sequence] if rows.logs and params.needs_log else None
             if log is not None:
                 first_log, prompt = logged, log.prompt_length

@@ -9,17 +9,14 @@ import trio
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_sessions import MODEL, ScriptedSessions, served
 
-from actors.metrics import PHASES, Exposition, Histogram, RequestMetrics, SystemCollector, Traffic
+from actors.metrics import PHASES, Exposition, Histogram, RequestMetrics, SystemCollector
 from actors.sessions import Draining, Generation, QueueFull
 from engine.launch import read_topology
 from engine.layout import Vitals
 from engine.sampling import GREEDY
-from engine.shapes import PageShape
 from engine.testing.system import STEP_S
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trio.testing import MockClock
 
     from engine.testing.fixtures import StartSystem
@@ -53,7 +50,10 @@ WORKER = {
     "steps_decode": 20,
     "steps_mixed": 30,
     "hand_overs_refused": 0,
-    "positions_read": 1000,
+    "weight_bytes_read": 65_000,
+    "kv_bytes_read": 8_000,
+    "backend_ffn_s": 1.5,
+    "backend_head_s": 0.5,
     **MESSAGES,
 }
 OWN = {
@@ -87,7 +87,7 @@ class Shown:
         self.vitals = Vitals(memoryview(bytearray(len(self.actors) * Vitals.BYTES)), len(self.actors))
         self.requests = RequestMetrics()
         collector = SystemCollector(
-            self.requests, lambda: OWN, list(self.actors.values()), self.vitals, MODEL, Traffic(1000, 100, 8)
+            self.requests, lambda: OWN, list(self.actors.values()), self.vitals, MODEL
         )
         self.exposition = Exposition(collector)
 
@@ -131,8 +131,10 @@ def test_published_figures_are_shown_by_actor() -> None:
     assert found["prefix_cache_hits_total", "decode"] == 48
     assert [found["step_time_seconds_sum", "decode", phase] for phase in PHASES] == [1, 2, 3]
     assert [found["step_time_seconds_count", "decode", phase] for phase in PHASES] == [10, 20, 30]
-    assert found["weight_bytes_read_total", "decode"] == 60 * 1000 + 50 * 100
-    assert found["kv_bytes_read_total", "decode"] == 1000 * 8
+    assert found["weight_bytes_read_total", "decode"] == 65_000
+    assert found["kv_bytes_read_total", "decode"] == 8_000
+    assert found["backend_phase_seconds_total", "decode", "ffn"] == 1.5
+    assert found["backend_phase_seconds_total", "decode", "head"] == 0.5
     assert found["messages_in_total", "allocator"] == 6
     assert found["num_requests_running",] == 3
     assert found["num_requests_waiting",] == 3
@@ -164,21 +166,6 @@ def test_ends_and_refusals_are_told_apart() -> None:
     assert found["request_refused_total", "queue_full"] == 1
     assert found["request_refused_total", "draining"] == 0
     assert found["e2e_request_latency_seconds_count",] == 3, "only answers that are complete"
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_traffic_counts_each_matrix_as_it_is_read(tied: bool, tmp_path: Path) -> None:
-    (tmp_path / "weights-1.safetensors").write_bytes(bytes(100_000))
-    (tmp_path / "weights-2.safetensors").write_bytes(bytes(200_000))
-    (tmp_path / "other.safetensors").write_bytes(bytes(10))
-    model = MODEL if tied else type(MODEL)(**{**_fields(MODEL), "tied_embeddings": False})
-    traffic = Traffic.of(tmp_path, model, PageShape(16, 2, 1, 8, "float32"))
-    matrix = 4 * 256 * 64
-    assert traffic == Traffic(300_000 - matrix * (1 if tied else 2), matrix, 2 * 2 * 8 * 4)
-
-
-def _fields(struct: object) -> dict[str, object]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}  # type: ignore[attr-defined]
 
 
 async def test_the_door_shows_metrics_as_plain_text_whatever_is_asked_for() -> None:
@@ -226,8 +213,8 @@ async def test_workers_count_their_steps_by_phase(
     assert found["step_time_seconds_sum", "decode", "decode"] == pytest.approx(3 * STEP_S)
     assert found["step_time_seconds_count", "decode", "prefill"] == 0
     assert found["backend_busy_seconds_total", "decode"] == pytest.approx(3 * STEP_S)
-    # float32 keys and values of two layers with one head of eight; 6 positions filled, then 7, 8 and 9
-    position = 2 * 2 * 8 * 4
+    # float16 keys and values of two layers with one head of eight; 6 positions filled, then 7, 8 and 9
+    position = 2 * 2 * 8 * 2
     assert found["kv_bytes_read_total", "prefill"] == 6 * position
     assert found["kv_bytes_read_total", "decode"] == (7 + 8 + 9) * position
     assert found["weight_bytes_read_total", "decode"] > 3 * found["weight_bytes_read_total", "prefill"] > 0
