@@ -23,7 +23,7 @@ from tools.bench_system import milliseconds, percentile, run_with_system
 from tools.install import say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from tools.bench_client import Outcome
     from tools.bench_load import Prompts
@@ -54,6 +54,8 @@ class Plan(NamedTuple):
     seed: int
     long: int
     """Tokens of a long prompt."""
+    stream_output: int = STREAM_OUTPUT
+    quiet_s: float = QUIET_S
     page_tokens: int = 16
 
     def launcher(self, workers: Sequence[str]) -> list[str]:
@@ -90,14 +92,23 @@ def saturation(plan: Plan, prompt: int, output: int) -> dict[str, Any]:
         _check(outcomes)
         return figures
 
-    return _report(plan.options("unified", ["both"]), measure)
+    return _with_system(plan.options("unified", ["both"]), measure)
 
 
-def _report(options: argparse.Namespace, measure: Any) -> dict[str, Any]:
-    found = run_with_system(options, measure)
+def _with_system(
+    options: argparse.Namespace, measure: Callable[[Running], Awaitable[dict[str, Any]]]
+) -> dict[str, Any]:
+    """What is measured of a system; of the report that goes around it there is one already."""
+    kept: dict[str, Any] = {}
+
+    async def keep(system: Running) -> dict[str, Any]:
+        kept.update(await measure(system))
+        return kept
+
+    found = run_with_system(options, keep)
     if isinstance(found, int):
         raise BenchFailed(f"{Path(options.topology).stem}: it could not be measured (exit code {found})")
-    return found
+    return kept
 
 
 def _check(outcomes: Sequence[Outcome]) -> None:
@@ -162,7 +173,7 @@ async def watch_streams(system: Running, plan: Plan) -> dict[str, Any]:
     async def stream(number: int) -> None:
         own = random.Random(f"{plan.seed} stream {number}")
         while not ending:
-            outcomes.append(await client.ask(prompts.make(STREAM_INPUT, own), STREAM_OUTPUT))
+            outcomes.append(await client.ask(prompts.make(STREAM_INPUT, own), plan.stream_output))
 
     async with trio.open_nursery() as nursery:
         for number in range(STREAMS):
@@ -170,9 +181,9 @@ async def watch_streams(system: Running, plan: Plan) -> dict[str, Any]:
         await _decoding(client)
         started.append(time.perf_counter())
         for _ in range(LONG_ASKS):
-            await trio.sleep(QUIET_S)
+            await trio.sleep(plan.quiet_s)
             windows.append(await _long_prompt(client, prompts, plan.long, draw))
-        await trio.sleep(QUIET_S)
+        await trio.sleep(plan.quiet_s)
         stopped, ending = time.perf_counter(), True
     _check(outcomes)
     return compared(*split_gaps(outcomes, windows, started[0], stopped), windows)
@@ -209,7 +220,7 @@ def pinned_topology(cores: Sequence[int], pages: int, *, separate: bool) -> str:
 
 def pinned(plan: Plan, cores: Sequence[int], *, separate: bool) -> dict[str, Any]:
     """Start such a system and compare its streams' inter-token times; BenchFailed when that fails."""
-    per_stream = -(-(STREAM_INPUT + STREAM_OUTPUT) // plan.page_tokens)
+    per_stream = -(-(STREAM_INPUT + plan.stream_output) // plan.page_tokens)
     long = -(-(plan.long + 1) // plan.page_tokens)
     pages = 2 * (STREAMS * per_stream + long)  # sealed pages of the prompts before stay cached
     name = "separate" if separate else "unified"
@@ -218,4 +229,4 @@ def pinned(plan: Plan, cores: Sequence[int], *, separate: bool) -> dict[str, Any
         file = Path(folder) / f"{name}.toml"
         file.write_text(pinned_topology(cores, pages, separate=separate), encoding="utf-8")
         workers = ["prefill", "decode"] if separate else ["both"]
-        return _report(plan.options(str(file), workers), lambda system: watch_streams(system, plan))
+        return _with_system(plan.options(str(file), workers), lambda system: watch_streams(system, plan))

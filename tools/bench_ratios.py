@@ -130,9 +130,10 @@ def markdown(report: dict[str, Any]) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        f"Medians of {report['rounds']} interleaved rounds, {report['threads']} threads; weights "
-        f"{report.get('weights', '–')} (LM head and embedding too), KV {report['kv']}.",
+        f"{report['threads']} threads; medians of {report['rounds']} interleaved rounds, but of systems one.",
     ]
+    if "weights" in report:
+        lines.append(f"Our weights: {report['weights']}, LM head and embedding too; our KV: {report['kv']}.")
     if "floor_bytes_s" in medians:
         lines.append(
             f"The machine's floor, best of all rounds: {figure('bytes_s', medians['floor_bytes_s'])} read, "

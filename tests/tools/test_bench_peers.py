@@ -708,6 +708,21 @@ def test_a_whole_comparison_with_the_native_backend(tiny: Path, fakes: Path, tmp
 @pytest.mark.system
 @pytest.mark.model
 @pytest.mark.skipif(not is_built(), reason="the native kernels are not built")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a core each needs two cores")
+def test_a_real_system_with_a_core_each(model_file: Path) -> None:
+    settings = ["kv.dtype=float32"]
+    plan = bench_pinned.Plan(
+        settings, "native", str(model_file), 0, long=1500, stream_output=300, quiet_s=3.0
+    )
+    found = bench_pinned.pinned(plan, sorted(os.sched_getaffinity(0))[:2], separate=True)
+    assert found["itl_p99_ratio"] > 0
+    assert min(found["gaps"]) >= bench_pinned.FEW
+    assert len(found["prefill_s"]) == bench_pinned.LONG_ASKS
+
+
+@pytest.mark.system
+@pytest.mark.model
+@pytest.mark.skipif(not is_built(), reason="the native kernels are not built")
 def test_a_real_system_at_saturation(tmp_path: Path, model_file: Path) -> None:
     sizes = ["--only", "utilisation", "--kv", "float32"]
     report = tmp_path / "figures.json"
