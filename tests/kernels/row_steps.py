@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.model import ModelConfig
-    from kernels.formats import WeightKind
+    from kernels.formats import Activations, WeightKind
 
 POISON = 0xFF
 """Every byte of a fresh pool: NaN in all page dtypes."""
@@ -60,20 +60,29 @@ class Pages:
         threads: int = 1,
         seed: int = 0,
         kind: WeightKind | None = None,
+        activations: Activations | None = None,
         variant: str | None = None,
         pool: NDArray[np.uint8] | None = None,
     ) -> None:
-        """`kind` of the native backend's matrices, and `variant` of its kernels; `pool`: another's."""
+        """`kind`, `activations` and `variant` are of the native backend; `pool`: another's."""
         self.shape = config.page_shape(tokens, dtype)
         self.pool = np.full(pages * self.shape.page_bytes, POISON, np.uint8) if pool is None else pool
         weights = None if kind is None else WeightFormat(kind, kind)
         self.backend: Backend
-        if variant is None:
+        if variant is None and activations is None:
             self.backend = open_backend(name, folder, self.pool, self.shape, threads, weights)
         else:
             from kernels.cpu.backend import NativeBackend
 
-            self.backend = NativeBackend(folder, self.pool, self.shape, threads, weights, variant=variant)
+            self.backend = NativeBackend(
+                folder,
+                self.pool,
+                self.shape,
+                threads,
+                weights,
+                activations=activations or "fp32",
+                variant=variant,
+            )
         self._free = np.random.default_rng(seed).permutation(pages).astype(np.int32).tolist()
         self._tables: dict[int, list[int]] = {}
 

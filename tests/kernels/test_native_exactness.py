@@ -34,7 +34,8 @@ ODD: dict[str, Any] = {
     "ffn_size": 261,
 }
 DTYPES = ["float32", "float16", "bfloat16", "float8"]
-KINDS = ["fp32", "bf16", "fp8", "int8"]
+KINDS = [("fp32", "fp32"), ("bf16", "fp32"), ("fp8", "fp32"), ("fp8", "bf16"), ("int8", "fp32")]
+"""Of weights, and what the inputs of FP8 matrices are rounded to."""
 LONGEST = 150
 LOGS = [
     log[: 129 - 8 * i if 0 < i < 8 else 16] if i else log
@@ -54,17 +55,22 @@ CASES = pairwise(
 )
 
 
+def case_id(case: dict[str, Any]) -> str:
+    """The values of a case, for pytest."""
+    return "-".join("/".join(value) if isinstance(value, tuple) else str(value) for value in case.values())
+
+
 class Alone:
     """Logits and stored bytes of every position, each sequence by itself, one token a step, on one thread."""
 
     def __init__(self, folder: Path, config: ModelConfig, logs: list[list[int]]) -> None:
         self.folder, self.config, self.logs = folder, config, logs
-        self._made: dict[tuple[str, str], tuple[list[np.ndarray], list[np.ndarray]]] = {}
+        self._made: dict[tuple[Any, str], tuple[list[np.ndarray], list[np.ndarray]]] = {}
 
-    def of(self, kind: Any, dtype: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def of(self, kind: Any, dtype: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """[n, vocab] logits and [n, layers, 2, kv_heads, bytes] of each sequence."""
         if (kind, dtype) not in self._made:
-            pages = Pages("native", self.folder, self.config, dtype=dtype, kind=kind)
+            pages = Pages("native", self.folder, self.config, dtype=dtype, kind=kind[0], activations=kind[1])
             logits = pages.run(self.logs, batch=1, chunk=1)
             stored = [pages.stored(i, len(log)) for i, log in enumerate(self.logs)]
             assert all(np.isfinite(part).all() for part in logits)
@@ -159,13 +165,14 @@ def drafts(pages: Pages, logs: list[list[int]], batch: int, chunk: int) -> list[
 PATHS = {"whole": whole, "prefix": prefix, "drafts": drafts}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_logits_and_pages_of_a_random_model(alone: Alone, case: dict[str, Any]) -> None:
     batch, chunk = case["batch"], case["chunk"]
     expected, expected_bytes = alone.of(case["kind"], case["dtype"])
     # the portable kernels take a millisecond a token
     logs = LOGS if case["variant"] != "portable" or batch == 32 else LOGS[:4]
-    kinds = {key: case[key] for key in ("tokens", "threads", "variant", "kind", "dtype")}
+    kinds = {key: case[key] for key in ("tokens", "threads", "variant", "dtype")}
+    kinds["kind"], kinds["activations"] = case["kind"]
     pages = Pages("native", alone.folder, alone.config, pages=600, seed=batch * chunk, **kinds)
     check(pages, logs, PATHS[case["path"]](pages, logs, batch, chunk), expected, expected_bytes)
 
@@ -188,19 +195,12 @@ def check(
 
 def test_another_backend_goes_on_from_sealed_pages(alone: Alone) -> None:
     """Two backends over one pool: the second's sequences begin with pages that the first filled."""
-    expected, expected_bytes = alone.of("fp8", "float8")
-    first = Pages("native", alone.folder, alone.config, dtype="float8", kind="fp8", tokens=8)
+    expected, expected_bytes = alone.of(("fp8", "bf16"), "float8")
+    kinds: dict[str, Any] = {"dtype": "float8", "kind": "fp8", "activations": "bf16", "tokens": 8}
+    first = Pages("native", alone.folder, alone.config, **kinds)
     first.run(LOGS[:3], batch=3, chunk=40, logits="none")
     second = Pages(
-        "native",
-        alone.folder,
-        alone.config,
-        dtype="float8",
-        kind="fp8",
-        tokens=8,
-        threads=2,
-        variant=VARIANTS[-1],
-        pool=first.pool,
+        "native", alone.folder, alone.config, threads=2, variant=VARIANTS[-1], pool=first.pool, **kinds
     )
     used = {page for i in range(3) for page in first.table(i, len(LOGS[i])).tolist()}
     second._free = [page for page in second._free if page not in used]
@@ -231,18 +231,19 @@ def random_shape(random: np.random.Generator) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(20))
 def test_models_of_any_shape(tmp_path: Path, seed: int) -> None:
     random = np.random.default_rng(seed)
     config = write_random_model(tmp_path, seed=seed, **random_shape(random))
-    kind, dtype = KINDS[seed % 4], DTYPES[seed // 4]
+    (kind, activations), dtype = KINDS[seed % 5], DTYPES[seed // 5]
+    formats: dict[str, Any] = {"kind": kind, "activations": activations, "dtype": dtype}
     logs = random_logs(3, int(random.integers(60, 200)), config.vocab_size, seed=seed)
-    alone = Pages("native", tmp_path, config, kind=kind, dtype=dtype).run(logs, batch=1, chunk=1)
+    alone = Pages("native", tmp_path, config, **formats).run(logs, batch=1, chunk=1)
     for number, variant in enumerate(VARIANTS):
         for chunk in (int(random.integers(2, 60)), 200):
             tokens = int(random.choice([1, 3, 8, 16, 100]))
-            kinds: dict[str, Any] = {"kind": kind, "dtype": dtype, "variant": variant, "tokens": tokens}
-            pages = Pages("native", tmp_path, config, pages=700, threads=1 + number % 2, **kinds)
+            kinds = formats | {"variant": variant, "tokens": tokens, "threads": 1 + number % 2}
+            pages = Pages("native", tmp_path, config, pages=700, **kinds)
             some = logs[:1] if variant == "portable" else logs
             for ours, theirs in zip(pages.run(some, batch=3, chunk=chunk), alone, strict=False):
                 assert np.array_equal(ours, theirs), (variant, chunk)
@@ -250,8 +251,14 @@ def test_models_of_any_shape(tmp_path: Path, seed: int) -> None:
 
 def test_steps_of_many_rows_between_small_ones(alone: Alone) -> None:
     """Buffers grow under way; what larger steps left in them is not read by smaller ones."""
-    expected, _ = alone.of("fp8", "float16")
-    kinds: dict[str, Any] = {"dtype": "float16", "kind": "fp8", "threads": 2, "pages": 700}
+    expected, _ = alone.of(("fp8", "bf16"), "float16")
+    kinds: dict[str, Any] = {
+        "dtype": "float16",
+        "kind": "fp8",
+        "activations": "bf16",
+        "threads": 2,
+        "pages": 700,
+    }
     pages = Pages("native", alone.folder, alone.config, **kinds)
     steps = [
         [Chunk(0, 0, LOGS[0][:2], "all")],
@@ -272,14 +279,19 @@ def test_steps_of_many_rows_between_small_ones(alone: Alone) -> None:
             logits = logits[count:]
 
 
+FP8, BF16 = KINDS[3], KINDS[1]
+REAL_AXES = ("batch", "chunk", "tokens", "threads", "path", "variant", "kind", "dtype")
 REAL = [
-    {"batch": 32, "chunk": 103, "tokens": 16, "threads": 2, "path": "whole", "dtype": "float16"},
-    {"batch": 7, "chunk": 16, "tokens": 8, "threads": 1, "path": "whole", "variant": 1, "dtype": "float16"},
-    {"batch": 2, "chunk": 100, "tokens": 32, "threads": 2, "path": "prefix", "dtype": "float16"},
-    {"batch": 7, "chunk": 16, "tokens": 16, "threads": 2, "path": "drafts", "dtype": "float16"},
-    {"batch": 2, "chunk": 2, "tokens": 16, "threads": 1, "path": "drafts", "variant": -1, "dtype": "float16"},
-    {"batch": 7, "chunk": 103, "tokens": 8, "threads": 2, "path": "prefix", "kind": "bf16"},
-    {"batch": 2, "chunk": 1, "tokens": 32, "threads": 1, "path": "whole", "variant": 1, "kind": "bf16"},
+    dict(zip(REAL_AXES, values, strict=True))
+    for values in [
+        (32, 103, 16, 2, "whole", 0, FP8, "float16"),
+        (7, 16, 8, 1, "whole", 1, FP8, "float16"),
+        (2, 100, 32, 2, "prefix", 2, FP8, "float16"),
+        (7, 16, 16, 2, "drafts", 0, FP8, "float16"),
+        (2, 2, 16, 1, "drafts", -1, FP8, "float16"),
+        (7, 103, 8, 2, "prefix", 0, BF16, "float8"),
+        (2, 1, 32, 1, "whole", 2, BF16, "float8"),
+    ]
 ]
 REAL_LENGTHS = [103, 30, 20, 5, 5, 5, 5, *(2 for _ in range(25))]
 
@@ -293,13 +305,12 @@ def real(model_folder: Path) -> Alone:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("case", REAL, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", REAL, ids=case_id)
 def test_logits_and_pages_of_the_real_model(real: Alone, case: dict[str, Any]) -> None:
-    kinds: dict[str, Any] = {"kind": "fp8", "dtype": "float8"} | {
-        key: case[key] for key in ("tokens", "threads", "kind", "dtype") if key in case
-    }
-    expected, expected_bytes = real.of(kinds["kind"], kinds["dtype"])
-    variant = VARIANTS[min(case.get("variant", 0), len(VARIANTS) - 1)]
+    kinds: dict[str, Any] = {key: case[key] for key in ("tokens", "threads", "dtype")}
+    kinds["kind"], kinds["activations"] = case["kind"]
+    expected, expected_bytes = real.of(case["kind"], case["dtype"])
+    variant = VARIANTS[min(case["variant"], len(VARIANTS) - 1)]
     logs = real.logs[: max(7, case["batch"])]
     if variant == "portable":  # half a second a token
         logs = [log[:3] for log in logs[:2]]

@@ -16,7 +16,7 @@ from engine.sampling import SamplingParams
 from kernels.formats import WeightFormat
 from kernels.packed import PackedWeights, pack
 from kernels.random_model import write_random_model
-from kernels.reference import to_float8, to_page
+from kernels.reference import ReferenceBackend, from_page, to_float8, to_page
 from kernels.sampling import NO_TOKEN, mask_words
 from kernels.weights import tensor_shapes
 
@@ -47,7 +47,7 @@ SHAPES: list[dict[str, Any]] = [
         "heads": 1,
         "kv_heads": 1,
         "head_dim": 130,
-        "hidden_size": 1,
+        "hidden_size": 21,
         "ffn_size": 65,
         "layers": 1,
         "tied": False,
@@ -119,6 +119,35 @@ def test_only_the_quantisation_of_weights_is_lost(tmp_path: Path, kind: Any, var
     # and it is lost: these are not the float32 weights
     plain = Pages("reference", tmp_path, config, pages=20).run(logs[:1], batch=1, chunk=80)
     assert relative(plain[0], expected[0]) > 1e-4
+
+
+class Rounded(ReferenceBackend):
+    """The reference with inputs of all matrices rounded to bf16."""
+
+    def _linear(self, layer: int, name: str, x: np.ndarray) -> np.ndarray:
+        return super()._linear(layer, name, self._round(x))
+
+    def _row(self, token: int, position: int, table: np.ndarray) -> np.ndarray:
+        return self._round(super()._row(token, position, table))
+
+    def _round(self, x: np.ndarray) -> np.ndarray:
+        return from_page(to_page(x, "bfloat16"), "bfloat16")
+
+
+def test_rounded_activations_are_those_of_the_reference(tmp_path: Path) -> None:
+    """A number between two of bf16 may go to either, 2**-7 of it apart at most, as in 16-bit pages."""
+    shape: dict[str, Any] = {"heads": 9, "kv_heads": 3, "head_dim": 22, "hidden_size": 163, "ffn_size": 261}
+    config = write_random_model(tmp_path, seed=5, sharpness=1.0, tied=False, **shape)
+    dequantised(tmp_path, config, "fp8", tmp_path / "quantised")
+    logs = random_logs(2, 80, config.vocab_size, seed=1)
+    reference = Pages("reference", tmp_path / "quantised", config, pages=20)
+    plain = reference.run(logs, batch=2, chunk=80)
+    reference.backend = Rounded(tmp_path / "quantised", reference.pool, reference.shape)
+    expected = reference.run(logs, batch=2, chunk=80)
+    pages = Pages("native", tmp_path, config, pages=20, kind="fp8", activations="bf16")
+    for ours, theirs, unrounded in zip(pages.run(logs, batch=2, chunk=80), expected, plain, strict=True):
+        assert relative(ours, theirs) <= 2e-3
+        assert relative(ours, unrounded) > 2 * relative(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
