@@ -93,16 +93,16 @@ what the numbers mean:
                  beside bfloat16's.
   reading        tokens/s of just these windows in steps of {CHUNK} rows, with the LM head at every position
                  (serving computes it at the last one only), median of the windows.
-  decode         ms of a step that gives each of {" or ".join(map(str, BATCHES))} sequences one token behind a
-                 full window: the time between two tokens. Median of steps, the formats taking turns.
-The second table has the milliseconds of one sequence's step by phase (means), from the kernels' own clocks:
-queries, keys and values, attention, its output, the feed-forward network, the LM head, and all the rest.
+  decode         ms of a step that gives each of so many sequences one token behind a full window: the time
+                 between two tokens. Median of steps, the formats taking turns.
+The second table has the milliseconds of one sequence's step by phase (medians), from the kernels' own
+clocks: queries, keys and values, attention, its output, the feed-forward network, the LM head, all the rest.
 
 formats are {", ".join(KINDS)}, and any of them with another one for the embedding and the LM
 head, as in fp8+bf16-head. fp8 and int8 have a scale for each block of 128 × 128. In fp8+bf16-activations the
-inputs of the FP8 matrices are rounded too, which processors with bf16 dot products compute faster. The matrices
-are made for this run in $ESTAFET_CACHE or ~/.cache/estafet and deleted after it, unless the model has been
-served in that format.
+inputs of the FP8 matrices are rounded too, which processors with bf16 dot products compute faster. The
+matrices are made for this run in $ESTAFET_CACHE or ~/.cache/estafet and deleted after it, unless the model
+has been served in that format.
 """
 
 
@@ -203,8 +203,10 @@ class Side:
     window_rates: list[float] = field(default_factory=list)
     """Tokens a second of each full window."""
     decode_s: dict[int, list[float]] = field(default_factory=lambda: {batch: [] for batch in BATCHES})
-    phase_s: dict[int, dict[str, float]] = field(default_factory=lambda: {batch: {} for batch in BATCHES})
-    """By batch and phase, of all timed steps together."""
+    phase_s: dict[int, dict[str, list[float]]] = field(
+        default_factory=lambda: {batch: {} for batch in BATCHES}
+    )
+    """By batch and phase."""
 
     def read(self, position: int, tokens: Ids) -> tuple[NDArray[np.float32], float]:
         """The logits [n, vocab_size] of some positions of the window, and the seconds it took."""
@@ -219,14 +221,16 @@ class Side:
         """Some steps that give every table's sequence the token at the position; all but the first count."""
         rows = rows_of(tables, position, np.array([token], np.int32), np.ones(1, np.bool_))
         self.backend.step(rows)
+        phases = self.phase_s[len(tables)]
         before = self.backend.phase_seconds()
         for _ in range(STEPS - 1):
             started = time.perf_counter()
             self.backend.step(rows)
             self.decode_s[len(tables)].append(time.perf_counter() - started)
-        phases = self.phase_s[len(tables)]
-        for name, seconds in self.backend.phase_seconds().items():
-            phases[name] = phases.get(name, 0.0) + seconds - before[name]
+            after = self.backend.phase_seconds()
+            for name, seconds in after.items():
+                phases.setdefault(name, []).append(seconds - before[name])
+            before = after
 
 
 def rows_of(tables: Sequence[Ids], position: int, tokens: Ids, needs_logits: NDArray[np.bool_]) -> Rows:
@@ -376,8 +380,7 @@ def figures_of(side: Side, reference: Side, config: ModelConfig) -> dict[str, An
         "decode_ms": {str(batch): 1e3 * statistics.median(side.decode_s[batch]) for batch in BATCHES},
         "decode_phase_ms": {
             str(batch): {
-                name: 1e3 * seconds / len(side.decode_s[batch])
-                for name, seconds in side.phase_s[batch].items()
+                name: 1e3 * statistics.median(seconds) for name, seconds in side.phase_s[batch].items()
             }
             for batch in BATCHES
         },
