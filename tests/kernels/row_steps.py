@@ -69,19 +69,13 @@ class Pages:
         self.pool = np.full(pages * self.shape.page_bytes, POISON, np.uint8) if pool is None else pool
         weights = None if kind is None else WeightFormat(kind, kind)
         self.backend: Backend
-        if variant is None and activations is None:
-            self.backend = open_backend(name, folder, self.pool, self.shape, threads, weights)
+        if variant is None:
+            self.backend = open_backend(name, folder, self.pool, self.shape, threads, weights, activations)
         else:
             from kernels.cpu.backend import NativeBackend
 
             self.backend = NativeBackend(
-                folder,
-                self.pool,
-                self.shape,
-                threads,
-                weights,
-                activations=activations or "fp32",
-                variant=variant,
+                folder, self.pool, self.shape, threads, weights, activations=activations, variant=variant
             )
         self._free = np.random.default_rng(seed).permutation(pages).astype(np.int32).tolist()
         self._tables: dict[int, list[int]] = {}

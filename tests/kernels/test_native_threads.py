@@ -95,7 +95,6 @@ def test_backends_that_are_gone_leave_no_threads_and_no_maps(model: tuple[Path, 
     assert len(os.listdir("/proc/self/fd")) < 200
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_backend_keeps_pool_and_weights_alive(model: tuple[Path, ModelConfig]) -> None:
     pages = Pages("native", *model, kind="fp8", threads=2)
     expected = pages.step([Chunk(0, 0, [1, 2, 3])])
