@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.model import ModelConfig
     from engine.shapes import KVDtype
     from kernels.backend import Backend
+    from kernels.formats import Activations
 
 PAGE_TOKENS = 16
 MATRIX_PHASES = ("qkv", "output", "ffn", "head")
@@ -92,8 +93,8 @@ class Job:
 class Driven:
     """A backend over a pool that holds `sequences` sequences of `context` tokens.
 
-    `weights` is for a backend that has several weight formats, None for the model's own. StartError or
-    ModelError as `open_backend`.
+    `weights` and `activations` are for a backend that has several formats. StartError or ModelError as
+    `open_backend`.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Driven:
         threads: int,
         kv: KVDtype,
         weights: WeightFormat | None = None,
+        activations: Activations | None = None,
         seed: int = 0,
     ) -> None:
         self.config = read_config(folder)
@@ -114,8 +116,7 @@ class Driven:
         pages = shape.pages_for(context)
         pool = np.empty(sequences * pages * shape.page_bytes, np.uint8)
         pool.fill(0)  # so that no step is the first to touch a page of it
-        chosen: dict[str, Any] = {} if weights is None else {"weights": weights}
-        self.backend: Backend = open_backend(backend, folder, pool, shape, threads, **chosen)
+        self.backend: Backend = open_backend(backend, folder, pool, shape, threads, weights, activations)
         self._tables = [
             np.arange(first, first + pages, dtype=np.int32) for first in range(0, sequences * pages, pages)
         ]
@@ -241,8 +242,7 @@ def first_rows(pieces: Sequence[Piece], most: int) -> tuple[list[Piece], list[Pi
 
 def phases(backend: Backend) -> Mapping[str, float] | None:
     """Seconds by phase since the backend was opened; None when it does not tell."""
-    tell = getattr(backend, "phase_seconds", None)
-    return None if tell is None else dict(tell())
+    return dict(backend.phase_seconds()) or None
 
 
 # ── the least that work costs ─────────────────────────────────────────────────────────────────

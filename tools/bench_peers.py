@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from engine.errors import EstafetError
 from engine.model import read_config
 from engine.shapes import KVDtype
-from kernels.formats import WeightFormat
+from kernels.formats import Activations, WeightFormat, activations_for
 from kernels.prepare import cache_dir, prepare
 from tools import bench_pinned, machine
 from tools.bench_load import BenchFailed
@@ -102,10 +102,14 @@ class Comparison:
                 threads=options.threads,
                 kv=options.kv,
                 weights=weights if has_formats else None,
+                # None leaves it to the format: bf16 weights take fp32 activations unless told otherwise
+                activations=options.activations if weights == FP8 else None,
                 seed=options.seed,
             )
             self.facts["numerics_id"] = self.ours().backend.numerics_id
             self.facts["weights"] = str(FP8) if has_formats else "the backend's own"
+            rounded = options.activations or activations_for(FP8)
+            self.facts["activations"] = rounded if has_formats else "fp32"
         return self._opened[str(weights)]
 
     def close(self) -> None:
@@ -289,8 +293,11 @@ class Comparison:
     def _plan(self) -> bench_pinned.Plan:
         options = self.options
         room = self.config.context_length - 2
+        formats = []
+        if options.backend == "native":
+            formats = [f"model.weights={FP8.layers}", f"model.activations={options.activations or 'auto'}"]
         return bench_pinned.Plan(
-            [f"kv.dtype={options.kv}", *options.set],
+            [f"kv.dtype={options.kv}", *formats, *options.set],
             options.backend,
             str(self.source),
             options.seed,
@@ -412,6 +419,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--f16", type=Path, metavar="GGUF", help="the model in F16 (default: it is made)")
     parser.add_argument("--backend", default="native", help="of ours (native)")
     parser.add_argument("--kv", default="float16", choices=get_args(KVDtype), help="of ours (float16)")
+    parser.add_argument(
+        "--activations", choices=get_args(Activations), help="of our FP8 matrices (what workers take)"
+    )
     parser.add_argument(
         "--prefill-rows", type=count, default=512, metavar="N", help="of a step of ours in total32 (512)"
     )

@@ -44,7 +44,7 @@ ROWS = (
         "ours_outside_native_b1", None, 0.08, at_least=False, part="decode"),
     Row("total32_vs_openvino", "32 sequences, all tokens/s: against OpenVINO GenAI, its own precision",
         "ours_total32_tok_s", "openvino_total32_tok_s", 1.2, part="total32"),
-    Row("total32_vs_openvino_f32", "32 sequences, all tokens/s: against OpenVINO GenAI in f32, as we compute",
+    Row("total32_vs_openvino_f32", "32 sequences, all tokens/s: against OpenVINO GenAI in f32",
         "ours_total32_tok_s", "openvino_f32_total32_tok_s", None, part="total32"),
     Row("total32_vs_llamacpp_best", "32 sequences, all tokens/s: against llama.cpp, best of Q8_0 and F16",
         "ours_total32_tok_s", "llamacpp_best_total32_tok_s", 1.4, part="total32"),
@@ -133,7 +133,10 @@ def markdown(report: dict[str, Any]) -> list[str]:
         f"{report['threads']} threads; medians of {report['rounds']} interleaved rounds, but of systems one.",
     ]
     if "weights" in report:
-        lines.append(f"Our weights: {report['weights']}, LM head and embedding too; our KV: {report['kv']}.")
+        lines.append(
+            f"Our weights: {report['weights']}, LM head and embedding too; activations "
+            f"{report['activations']}, KV {report['kv']}."
+        )
     if "floor_bytes_s" in medians:
         lines.append(
             f"The machine's floor, best of all rounds: {figure('bytes_s', medians['floor_bytes_s'])} read, "

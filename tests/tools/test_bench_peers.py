@@ -543,6 +543,7 @@ def report_of_medians(medians: dict[str, float], why: dict[str, str]) -> dict[st
         "threads": 2,
         "kv": "float16",
         "weights": "fp8",
+        "activations": "bf16",
         "openvino": {"version": "1", "precision": "bf16"},
         "schedules": {"ours": "steps of 512 rows"},
         "ratios": ratios(medians),
@@ -571,6 +572,7 @@ def test_the_table_has_bars_and_says_what_is_met(tmp_path: Path) -> None:
     assert theirs == ["600", "–", "–", "≥ 1.2", "not measured: openvino-genai is not installed |"]
     assert not any("prefill of 512" in line for line in lines), "it was not asked for"
     assert "ours: steps of 512 rows." in lines
+    assert any("Our weights: fp8," in line and "activations bf16, KV float16" in line for line in lines)
     assert any("10.0 GB/s read, 200 GFLOP/s" in line for line in lines)
     file, document = tmp_path / "f.json", tmp_path / "README.md"
     file.write_text(json.dumps(report))
