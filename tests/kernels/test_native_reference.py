@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from native_kernels import kernels
 from row_steps import Chunk, Pages, random_logs
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from engine.model import CONFIG, WEIGHTS
 from engine.sampling import SamplingParams
@@ -209,6 +209,20 @@ def test_pages_store_the_nearest_numbers(tmp_path: Path, dtype: Any, variant: st
     else:
         expected = to_page(numbers, dtype).view(np.uint8)
     assert np.array_equal(stored[1], expected)
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+def test_values_that_are_zero_have_a_scale(tmp_path: Path, name: str) -> None:
+    """Of what is smaller than 1e-4 the scale is that of 1e-4: nothing is divided by zero."""
+    config = write_random_model(tmp_path, seed=5)
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors["model.layers.0.self_attn.v_proj.weight"][:] = 0
+    save_file(tensors, tmp_path / WEIGHTS)
+    pages = Pages(name, tmp_path, config, dtype="float8", pages=4)
+    assert pages.step([Chunk(0, 0, [1, 2, 3])]).tokens[0] != NO_TOKEN
+    values = np.ascontiguousarray(pages.stored(0, 3)[:, 0, 1])
+    assert not (values[..., :16] & 0x7F).any()
+    assert (values[..., 16:].view(np.float32) == np.float32(1e-4) / np.float32(448)).all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
