@@ -175,16 +175,17 @@ def default_format(folder: Path, config: ModelConfig) -> WeightFormat:
     """The kinds that a prepared model asks for itself.
 
     Checkpoints keep their precision: FP8 ones have FP8 layers and the LM head that they store, BF16 ones
-    are bf16, F16 and F32 ones fp32. Of GGUF files Q8_0 becomes bf16; what has fewer bits becomes FP8, the
-    head too. ModelError when the folder is damaged.
+    are bf16, F16 and F32 ones fp32. Of GGUF files Q8_0 becomes bf16; what has fewer bits becomes FP8 with a
+    bf16 head: as FP8 checkpoints have it, and an FP8 head costs more accuracy than all layers together
+    (`python -m tools.evaluate`). ModelError when the folder is damaged.
     """
     if config.stored == E4M3:
         head = read_stored(folder, config)[head_name(config)]
         return WeightFormat("fp8", STORED_KINDS[head.info.type])
     if config.stored == "Q8_0":
         return WeightFormat("bf16", "bf16")
-    kind = STORED_KINDS.get(config.stored, "fp8")
-    return WeightFormat(kind, kind)
+    kind = STORED_KINDS.get(config.stored)
+    return WeightFormat(kind, kind) if kind else WeightFormat("fp8", "bf16")
 
 
 class Weights:

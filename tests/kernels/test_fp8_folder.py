@@ -232,8 +232,8 @@ def test_what_others_write_into_the_config_is_read(tmp_path: Path, extra: dict[s
         ("F16", ("fp32", "fp32")),
         ("BF16", ("bf16", "bf16")),
         ("Q8_0", ("bf16", "bf16")),
-        ("Q4_1", ("fp8", "fp8")),
-        ("Q6_K", ("fp8", "fp8")),
+        ("Q4_1", ("fp8", "bf16")),
+        ("Q6_K", ("fp8", "bf16")),
     ],
 )
 def test_the_kind_that_a_model_asks_for(tmp_path: Path, stored: str, expected: tuple[Any, Any]) -> None:

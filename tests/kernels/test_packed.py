@@ -54,11 +54,14 @@ def test_every_item_lies_where_the_layout_says(dtype: Any, shape: tuple[int, int
     items = np.random.default_rng(outputs).integers(0, 100, shape).astype(dtype)
     packed = to_strips(items)
     strips = -(-outputs // 64)
-    expected = np.zeros((strips, inputs, 64), dtype)
-    for o, k in np.ndindex(shape):
-        strip, group, place = o // 64, o % 64 // 32, o % 32
-        lane = place if dtype is np.float32 else 2 * (place % 16) + place // 16
-        expected[strip, k, 32 * group + lane] = items[o, k]
+    if dtype is np.float32:
+        expected = np.zeros((strips, inputs, 64), dtype)
+        for o, k in np.ndindex(shape):
+            expected[o // 64, k, o % 64] = items[o, k]
+    else:
+        expected = np.zeros((strips, -(-inputs // 2), 64, 2), dtype)
+        for o, k in np.ndindex(shape):
+            expected[o // 64, k // 2, o % 64, 1 - k % 2] = items[o, k]
     assert packed.dtype == dtype
     assert packed.flags.c_contiguous
     assert (packed == expected).all()
@@ -81,7 +84,8 @@ def test_all_tensors_in_all_kinds(tmp_path: Path, layers: Any, head: Any, tied: 
         matrix, kind = packed.matrix(name), head if name in (EMBEDDING, HEAD) else layers
         assert (matrix.kind, matrix.outputs, matrix.inputs) == (kind, *shape)
         assert matrix.data.ctypes.data % 4096 == 0
-        assert matrix.data.shape == (matrix.strips * 64 * shape[1] * ITEM_BYTES[kind],)
+        inputs = shape[1] + (shape[1] % 2 if kind != "fp32" else 0)
+        assert matrix.data.shape == (matrix.strips * 64 * inputs * ITEM_BYTES[kind],)
         assert matrix.scales.size == 0 or matrix.scales.ctypes.data % 64 == 0
         assert not matrix.data.flags.writeable
         assert matrix.scales.size == 0 or not matrix.scales.flags.writeable
@@ -220,7 +224,7 @@ STALE = {
     "longer": (lambda data: data + b"\0", r"cut short or too long"),
     "other version": (
         lambda data: data[:8] + struct.pack("=I", 77) + data[12:],
-        r"packed by another version \(layout 77, this is 1\)",
+        r"packed by another version \(layout 77, this is 2\)",
     ),
     "other byte order": (lambda data: swapped(data, 12), "packed on a machine of another byte order"),
     "other weights": (lambda data: retabled(data, weights_id="0123"), "packed of the weights 0123, not of"),
