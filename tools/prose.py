@@ -34,7 +34,8 @@ def read_prose(path: Path | None) -> Prose:
         try:
             text, source = path.read_text(encoding="utf-8"), path.name
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--text {path}: {error}; name a file of UTF-8 text") from None
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise UsageError(f"--text {path}: {reason}; name a file of UTF-8 text") from None
     return Prose(text, source, hashlib.sha256(text.encode()).hexdigest())
 
 
