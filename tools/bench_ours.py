@@ -20,12 +20,13 @@ from kernels.cpu import native
 from kernels.formats import ITEM_BYTES, WeightFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from engine.model import ModelConfig
+    from engine.sampling import SamplingParams
     from engine.shapes import KVDtype
     from kernels.backend import Backend
     from kernels.formats import Activations
@@ -143,6 +144,28 @@ class Driven:
         self._step([Piece(0, 0, prompt)])
         return self._end(tokens)
 
+    def decode_steps(
+        self,
+        batch: int,
+        context: int,
+        steps: int,
+        params: SamplingParams = GREEDY,
+        took: Callable[[], object] = lambda: None,
+    ) -> list[Spent]:
+        """What each of so many decode steps of `batch` sequences took, from `context` tokens on.
+
+        One step before them warms up. `took()` is called after each.
+        """
+        for number in range(batch):
+            self._step([Piece(number, 0, self.prompt(context))])
+        spent = []
+        for position in range(context, context + steps + 1):
+            self._begin()
+            self._step([Piece(number, position, self.prompt(1)) for number in range(batch)], params)
+            spent.append(self._end(batch))
+            took()
+        return spent[1:]
+
     def job(self, prompt: int, generated: int, prefill_rows: int) -> Job:
         """All sequences: first the prompts, in steps of so many rows, then decode of all together.
 
@@ -191,15 +214,15 @@ class Driven:
             grown = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
         return Spent(wall, tokens, self._steps_wall, grown)
 
-    def _step(self, pieces: Sequence[Piece]) -> NDArray[np.int32]:
+    def _step(self, pieces: Sequence[Piece], params: SamplingParams = GREEDY) -> NDArray[np.int32]:
         """One step; the sampled tokens."""
-        rows = self._rows(pieces)
+        rows = self._rows(pieces, params)
         started = time.perf_counter()
         result = self.backend.step(rows)
         self._steps_wall += time.perf_counter() - started
         return result.tokens
 
-    def _rows(self, pieces: Sequence[Piece]) -> Rows:
+    def _rows(self, pieces: Sequence[Piece], params: SamplingParams) -> Rows:
         counts = [len(piece.tokens) for piece in pieces]
         total = sum(counts)
         needs = np.zeros(total, np.bool_)
@@ -220,7 +243,7 @@ class Driven:
             needs_logits=needs,
             masks=(None,) * total,
             block_tables=tuple(self._tables[piece.sequence] for piece in pieces),
-            sampling=(GREEDY,) * len(pieces),
+            sampling=(params,) * len(pieces),
         )
 
 
