@@ -231,7 +231,10 @@ def random_shape(random: np.random.Generator) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("seed", range(20))
+SLOW = pytest.mark.slow_native
+
+
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=SLOW) for seed in range(5, 20))])
 def test_models_of_any_shape(tmp_path: Path, seed: int) -> None:
     random = np.random.default_rng(seed)
     config = write_random_model(tmp_path, seed=seed, **random_shape(random))
