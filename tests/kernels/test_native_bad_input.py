@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import struct
 import traceback
@@ -43,6 +44,7 @@ def refused(
     """The call raises one of the errors, tried in a child process: a crash must not end ours."""
     child = os.fork()
     if not child:
+        faulthandler.disable()
         try:
             call()
         except errors:
