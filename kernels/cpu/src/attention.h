@@ -87,25 +87,25 @@ inline void ask_for(const Pool& pool, const int32_t* table, int layer, int kv_he
     while (count > 0) {
         const int slot = position % pool.tokens, here = count < pool.tokens - slot ? count : pool.tokens - slot;
         const uint8_t* begin = pool.head(table[position / pool.tokens], layer, which, kv_head) + size_t(slot) * bytes;
-        for (size_t at = 0; at < size_t(here) * bytes; at += 64) ahead(begin + at);
+        for (size_t at = 0; at < size_t(here) * bytes; at += 64) far_ahead(begin + at);
         position += here;
         count -= here;
     }
 }
-inline void ask_for(const Attention& a, int position, int count, int which) {
-    ask_for(*a.pool, a.table, a.layer, a.kv_head, which, position, count);
+inline void ask_for(const Attention& a, int position, int count) {
+    for (int which = 0; which < 2; which++) ask_for(*a.pool, a.table, a.layer, a.kv_head, which, position, count);
 }
 void ask_for_both(const Pool& pool, const int32_t* table, int layer, int kv_head, int position, int count) {
     for (int which = 0; which < 2; which++) ask_for(pool, table, layer, kv_head, which, position, count);
 }
 
-// The running state of one query.
-struct Running {
-    float most, weight;
+// What a query has of a block, or of all blocks so far.
+struct Share {
+    float most, weight;  // the greatest score; the sum of e^(score - most)
 };
 
 // Turns the scores of one query, of which numbers low … high - 1 count, into weights; their greatest and their sum.
-inline Running weigh(float* scores, int low, int high) {
+inline Share weigh(float* scores, int low, int high) {
     const Lanes nothing = all(as_float(0xff800000));
     Lanes s[4], number = numbers();
     for (int v = 0; v < 4; v++) {
@@ -121,20 +121,34 @@ inline Running weigh(float* scores, int low, int high) {
     return {most, sum(add(add(s[0], s[1]), add(s[2], s[3])))};
 }
 
-// Joins a block's result to what the query has of the blocks before.
-inline void join(Running& running, Running block, const float* block_values, float* values, int wide) {
-    const float most = block.most > running.most ? block.most : running.most;
-    float both[LANES] = {running.most - most, block.most - most};
-    store(both, exponential(load(both)));
-    const float before = both[0], now = both[1];
-    for (int i = 0; i < wide; i += LANES)
-        store(values + i, fma(load(block_values + i), all(now), mul(load(values + i), all(before))));
-    running = {most, __builtin_fmaf(block.weight, now, running.weight * before)};
+// Joins what `rows` queries have of a block, at most 16, to what they have of the blocks before. A query that sees nothing
+// of the block has -infinity as its greatest score there, and keeps what it has.
+inline void join(int rows, const Share* fresh, const float* fresh_values, Share* running, float* values, int wide) {
+    float old_most[LANES] = {}, new_most[LANES] = {}, before[LANES], now[LANES];
+    for (int i = 0; i < rows; i++) {
+        old_most[i] = running[i].most;
+        new_most[i] = fresh[i].most;
+    }
+    const Lanes most = greater(load(new_most), load(old_most));
+    store(before, exponential(sub(load(old_most), most)));
+    store(now, exponential(sub(load(new_most), most)));
+    store(new_most, most);
+    for (int i = 0; i < rows; i++) {
+        const Lanes old_share = all(before[i]), new_share = all(now[i]);
+        for (int d = 0; d < wide; d += LANES) {
+            float* place = values + size_t(i) * wide + d;
+            store(place, fma(load(fresh_values + size_t(i) * wide + d), new_share, mul(load(place), old_share)));
+        }
+        running[i] = {new_most[i], __builtin_fmaf(fresh[i].weight, now[i], running[i].weight * before[i])};
+    }
 }
 
 // Scores [QUERIES][64] of queries [QUERIES][VECTORS * 16] over keys as they lie.
 template <Kind kind, int VECTORS, int QUERIES>
 void score_rows(const Places& keys, const float* queries, float* scores) {
+    Lanes query[QUERIES][VECTORS];
+    for (int q = 0; q < QUERIES; q++)
+        for (int d = 0; d < VECTORS; d++) query[q][d] = load(queries + (q * VECTORS + d) * LANES);
     for (int v = 0; v < KEYS / LANES; v++) {
         Lanes chains[QUERIES][LANES];
         for (int j = 0; j < LANES; j++) {
@@ -146,7 +160,7 @@ void score_rows(const Places& keys, const float* queries, float* scores) {
                 for (int d = 0; d < VECTORS; d++) {
                     const Lanes key = row.vector(d);
                     for (int q = 0; q < QUERIES; q++)
-                        chain[q] = fma(load(queries + (q * VECTORS + d) * LANES), key, chain[q]);
+                        chain[q] = fma(query[q][d], key, chain[q]);
                 }
             }
             for (int q = 0; q < QUERIES; q++) chains[q][j] = chain[q];
@@ -268,7 +282,7 @@ struct AttentionBench {
     float* values;    // what every query has so far, [queries][wide]
     float* scores;    // [queries][64]
     float* made;      // of one block, [rows of a tile][wide]
-    Running* running; // [queries]
+    Share* running;   // [queries]
 
     AttentionBench(float* memory, int queries, int wide) {
         copied = memory;
@@ -277,7 +291,7 @@ struct AttentionBench {
         values = turned + size_t(queries) * wide;
         scores = values + size_t(queries) * wide;
         made = scores + size_t(queries) * KEYS;
-        running = reinterpret_cast<Running*>(made + size_t(LANES) * wide);
+        running = reinterpret_cast<Share*>(made + size_t(LANES) * wide);
     }
 };
 
@@ -304,8 +318,13 @@ void attend_rows(const Attention& a, float* memory, float* out) {
         Places keys, values;
         keys.find(a, begin, count, 0);
         values.find(a, begin, count, 1);
-        ask_for(a, begin, count, 1);
-        if (left > KEYS) ask_for(a, begin + KEYS, left - KEYS < KEYS ? left - KEYS : KEYS, 0);
+        // What was not asked for by whoever came before: blocks behind the second.
+        if (left > 2 * KEYS) ask_for(a, begin + 2 * KEYS, left - 2 * KEYS < KEYS ? left - 2 * KEYS : KEYS);
+        if (a.next && a.next->rows > 0) {
+            const int from = (block - first / KEYS) * KEYS, more = a.next->rows - from;
+            if (from < 2 * KEYS && more > 0)
+                ask_for(*a.next, a.next->position + from, more < KEYS ? more : KEYS);
+        }
         if (many) {
             copy_block(pool, keys, wide, bench.copied);
             turn_keys(bench.copied, count, wide, bench.columns);
@@ -323,18 +342,18 @@ void attend_rows(const Attention& a, float* memory, float* out) {
         for (int t = 0; t < tiles.count; t++) {
             const int start = tiles.start(t), rows = tiles.size(t);
             float* scores = bench.scores + size_t(start) * KEYS;
-            Running fresh[LANES];
-            bool seen[LANES];
+            Share fresh[LANES];
             for (int i = 0; i < rows; i++) {
                 const int position = a.position + (start + i) / a.group;
                 const int high = position + 1 - begin < count ? position + 1 - begin : count;
                 const int low = a.window > 0 ? position - a.window + 1 - begin : 0;
                 float* mine = scores + size_t(i) * KEYS;
-                seen[i] = high > 0 && low < high;
-                if (seen[i])
+                if (high > 0 && low < high) {
                     fresh[i] = weigh(mine, low, high);
-                else
+                } else {
+                    fresh[i] = {as_float(0xff800000), 0.0f};
                     for (int j = 0; j < KEYS; j += LANES) store(mine + j, zero());
+                }
             }
             if (many) {
                 for (int i = 0; i < rows * wide; i += LANES) store(bench.made + i, zero());
@@ -348,10 +367,7 @@ void attend_rows(const Attention& a, float* memory, float* out) {
             } else {
                 few_for(pool, rows).weigh(values, scores, bench.made);
             }
-            for (int i = 0; i < rows; i++)
-                if (seen[i])
-                    join(bench.running[start + i], fresh[i], bench.made + size_t(i) * wide,
-                         bench.values + size_t(start + i) * wide, wide);
+            join(rows, fresh, bench.made, bench.running + start, bench.values + size_t(start) * wide, wide);
         }
     }
     for (int q = 0; q < queries; q++) {

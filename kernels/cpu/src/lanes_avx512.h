@@ -152,5 +152,7 @@ inline void unpack(const uint8_t* pair, int q, Lanes even[UNIT], Lanes odd[UNIT]
     }
 }
 inline void ahead(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Into the second-level cache: many lines at once, of which the first-level cache would drop some.
+inline void far_ahead(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace

@@ -21,16 +21,6 @@ void share(Counter& counter, int count, Work work) {
     for (int i; (i = counter.next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
 }
 
-// As `share`, and a thread knows the next number it will work on while it works on one: it may ask for its memory.
-template <typename Counter, typename Ask, typename Work>
-void share_ahead(Counter& counter, int count, int first, Ask ask, Work work) {
-    for (int i = first, next; i < count; i = next) {
-        next = counter.next.fetch_add(1, std::memory_order_relaxed);
-        if (next < count) ask(next);
-        work(i);
-    }
-}
-
 void grow(std::vector<float>& buffer, size_t size) {
     if (buffer.size() < size + LANES) buffer.resize(size + LANES);
 }
@@ -161,9 +151,12 @@ void Model::work(const StepInput& input, int number) {
         // What this thread attends to first it asks for now: memory is free while products are computed.
         Counter& turning = counter[1];
         Counter& attending = counter[2];
-        const auto ask = [&](int i) { ask_for(input, items_[i], index); };
-        const int own = attending.next.fetch_add(1, std::memory_order_relaxed);
-        if (own < int(items_.size())) ask(own);
+        const int items = int(items_.size());
+        Run run = claim(attending, items);
+        if (run.next < run.end) {
+            const Attention first = memory_of(input, items_[run.next], index);
+            variant.ask(pool, first.table, index, first.kv_head, first.position, std::min(first.rows, 2 * KEYS));
+        }
 
         const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
         const int q_strips = layer.q.strips(), k_strips = layer.k.strips();
@@ -187,10 +180,14 @@ void Model::work(const StepInput& input, int number) {
             team_.barrier();
         }
         counter += 2;
-        share_ahead(attending, int(items_.size()), own, ask, [&](int i) {
-            if (input.spans[items_[i].span].count == items_[i].rows) turn(input, items_[i], index);
-            attend(input, items_[i], index, tiles, bench);
-        });
+        while (run.next < run.end) {
+            const Item& item = items_[run.next++];
+            if (run.next == run.end) run = claim(attending, items);
+            Attention next{};
+            if (run.next < run.end) next = memory_of(input, items_[run.next], index);
+            if (input.spans[item.span].count == item.rows) turn(input, item, index);
+            attend(input, item, index, tiles, bench, next);
+        }
         team_.barrier();
         lap(number, ATTENTION);
 
@@ -259,19 +256,35 @@ void Model::turn(const StepInput& input, const Item& item, int layer) {
     }
 }
 
-void Model::ask_for(const StepInput& input, const Item& item, int layer) const {
-    const Span& span = input.spans[item.span];
-    const int last = span.position + item.first + item.rows, most = 2 * KEYS;
-    const int begin = layers[layer].window && last > layers[layer].window ? last - layers[layer].window : 0;
-    variant.ask(pool, span.table, layer, item.kv_head, begin, std::min(last - begin, most));
+// The next items of attention for a thread: all heads of some rows, whose numbers lie beside each other in their pages,
+// unless there are too few for all threads.
+Model::Run Model::claim(Counter& counter, int items) const {
+    const int most = items >= 2 * team_.threads() * shape.kv_heads ? shape.kv_heads : 1;
+    const int first = counter.next.fetch_add(most, std::memory_order_relaxed);
+    return {first, std::min(first + most, items)};
 }
 
-void Model::attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench) {
+// The keys and values that an item will read, as positions from the first on.
+Attention Model::memory_of(const StepInput& input, const Item& item, int layer) const {
+    const Span& span = input.spans[item.span];
+    const int last = span.position + item.first + item.rows, window = layers[layer].window;
+    Attention a{};
+    a.pool = &pool;
+    a.table = span.table;
+    a.layer = layer;
+    a.kv_head = item.kv_head;
+    a.position = window && last > window ? last - window : 0;
+    a.rows = last - a.position;
+    return a;
+}
+
+void Model::attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench,
+                   const Attention& next) {
     const Span& span = input.spans[item.span];
     const int size = shape.head_dim, group = shape.heads / shape.kv_heads, width = shape.heads * size;
     const size_t row_size = size_t(shape.heads + 2 * shape.kv_heads) * size;
     const int first = span.first + item.first;
-    Attention a;
+    Attention a{};
     a.pool = &pool;
     a.table = span.table;
     a.layer = layer;
@@ -280,6 +293,7 @@ void Model::attend(const StepInput& input, const Item& item, int layer, const Ti
     a.position = span.position + item.first;
     a.rows = item.rows;
     a.window = layers[layer].window;
+    a.next = &next;
     a.queries = &projected_[first * row_size + size_t(item.kv_head) * group * size];
     a.stride = row_size;
     variant.attend(a, bench.attention.data(), bench.attended.data());

@@ -66,6 +66,10 @@ private:
     struct alignas(64) Counter {
         std::atomic<int> next{0};
     };
+    // Some consecutive items.
+    struct Run {
+        int next, end;
+    };
     // What one thread works in.
     struct Bench {
         std::vector<float> outs, ups, scratch, attention, attended, rows, row;
@@ -74,8 +78,10 @@ private:
 
     void prepare(const StepInput& input);
     void work(const StepInput& input, int number);
-    void attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench);
-    void ask_for(const StepInput& input, const Item& item, int layer) const;
+    void attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench,
+                const Attention& next);
+    Run claim(Counter& counter, int items) const;
+    Attention memory_of(const StepInput& input, const Item& item, int layer) const;
     void turn(const StepInput& input, const Item& item, int layer);
     const float* normed(const float* weight, const Tiles& tiles, const int32_t* rows, Store how, int number);
     Store store_for(std::initializer_list<const Matrix*> matrices) const;

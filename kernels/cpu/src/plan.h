@@ -94,6 +94,8 @@ struct Attention {
     int position;                                  // of the first row
     int rows;
     int window;                                    // positions that a query sees at most; 0: all before it
+    const Attention* next;                         // whose keys and values to ask for meanwhile: `rows` positions
+                                                   // from `position` on; null: nobody's
     const float* queries;                          // [rows][stride]: `group` heads side by side, scaled
     size_t stride;
 };
