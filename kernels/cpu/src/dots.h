@@ -101,20 +101,22 @@ PanelDots panel_dots_of(int rows, std::integer_sequence<int, ROW...>) {
 }
 
 template <int ROWS, bool KEEP>
-void first_dots(const uint8_t* weights, int first, int pairs, const uint32_t* x, float scale, float* out,
+void first_dots(const uint8_t* weights, Part part, int pairs, const uint32_t* x, float scale, float* out,
                 uint32_t* panel) {
-    constexpr int width = !KEEP && ROWS <= 6 ? 4 : 2;
-    if (KEEP) return direct_dots<ROWS, width, KEEP>(weights, first, pairs, x, scale, out, panel);
-    for (; first < 4; first += width) direct_dots<ROWS, width, KEEP>(weights, first, pairs, x, scale, out, panel);
+    constexpr int wide = !KEEP && ROWS <= 6 ? 4 : 2;
+    if (wide == 4 && part.end - part.first == 4)
+        return direct_dots<ROWS, wide, KEEP>(weights, 0, pairs, x, scale, out, panel);
+    for (int first = part.first; first < part.end; first += 2)
+        direct_dots<ROWS, 2, KEEP>(weights, first, pairs, x, scale, out, panel);
 }
-using FirstDots = void (*)(const uint8_t*, int, int, const uint32_t*, float, float*, uint32_t*);
+using FirstDots = void (*)(const uint8_t*, Part, int, const uint32_t*, float, float*, uint32_t*);
 template <bool KEEP, int... ROW>
 FirstDots first_dots_of(int rows, std::integer_sequence<int, ROW...>) {
     static constexpr FirstDots functions[] = {first_dots<ROW + 1, KEEP>...};
     return functions[rows - 1];
 }
 
-void dot_strip(const Matrix& m, int strip, const float* x_pairs, const Tiles& tiles, float* scratch, float* out) {
+void dot_strip(const Matrix& m, int strip, Part part, const float* x_pairs, const Tiles& tiles, float* scratch, float* out) {
     constexpr auto all_rows = std::make_integer_sequence<int, TILE>();
     const uint32_t* x = reinterpret_cast<const uint32_t*>(x_pairs);
     uint32_t* panel_words = reinterpret_cast<uint32_t*>(scratch);
@@ -128,11 +130,11 @@ void dot_strip(const Matrix& m, int strip, const float* x_pairs, const Tiles& ti
         const int pairs = wide - k < BLOCK / 2 ? wide - k : BLOCK / 2;
         const uint8_t* weights = m.strip(strip) + size_t(k) * (2 * STRIP);
         if (alone) {
-            first(weights, 0, pairs, x + size_t(k) * tiles.rows, scales[block], out, nullptr);
+            first(weights, part, pairs, x + size_t(k) * tiles.rows, scales[block], out, nullptr);
             continue;
         }
-        for (int panel = 0; panel < 4; panel += 2) {
-            first(weights, panel, pairs, x + size_t(k) * tiles.size(0), scales[block], out, panel_words);
+        for (int panel = part.first; panel < part.end; panel += 2) {
+            first(weights, {panel, panel + 2}, pairs, x + size_t(k) * tiles.size(0), scales[block], out, panel_words);
             for (int t = 1; t < tiles.count; t++) {
                 const int start = tiles.start(t), size = tiles.size(t);
                 panel_dots_of(size, all_rows)(panel_words, pairs, x + size_t(start) * wide + size_t(k) * size,

@@ -43,20 +43,42 @@ void norm_row(const float* x, const float* weight, float epsilon, int width, flo
     for (int i = 0; i < width; i++) out[i] = x[i] * inverse * weight[i];
 }
 
+// As activations are rounded: to bf16, and what is smaller than 2^-60 to 0, what is greater than 2^100 to infinity. Products
+// with fp8 weights are then multiples of 2^-85, so no sum of them is subnormal and instructions that take subnormals for 0
+// give the same bits; and whether a sum overflows does not depend on how weights are unpacked.
+inline Lanes rounded(Lanes x) {
+    const Lanes size = greater(x, sub(zero(), x));
+    Lanes r = nearest_bf16(x);
+    r = where_less(size, all(0x1p-60f), zero(), r);
+    r = where_less(all(0x1p100f), size, mul(x, all(as_float(0x7f800000))), r);
+    return where_nan(x, x, r);
+}
+
 void spread_row(const float* numbers, int count, int first, float* tile, int size, int row, Store how) {
-    if (how == Store::pairs) {
-        uint32_t* words = reinterpret_cast<uint32_t*>(tile) + size_t(first / 2) * size + row;
-        for (int i = 0; i < count / 2; i++)
-            words[size_t(i) * size] =
-                uint32_t(round_activation(numbers[2 * i])) << 16 | round_activation(numbers[2 * i + 1]);
-        if (count % 2) words[size_t(count / 2) * size] = uint32_t(round_activation(numbers[count - 1])) << 16;
-        return;
+    float part[STRIP];
+    for (int begin = 0; begin < count; begin += STRIP) {
+        const int here = count - begin < STRIP ? count - begin : STRIP, whole = here / LANES * LANES;
+        const float* from = numbers + begin;
+        if (how != Store::plain) {
+            for (int i = 0; i < whole; i += LANES) store(part + i, rounded(load(from + i)));
+            if (whole < here) {
+                float rest[LANES] = {};
+                for (int i = whole; i < here; i++) rest[i - whole] = from[i];
+                store(part + whole, rounded(load(rest)));
+            }
+            from = part;
+        }
+        if (how == Store::pairs) {
+            if (here % 2) part[here] = 0.0f;
+            uint32_t words[STRIP / 2];
+            for (int i = 0; i < (here + 1) / 2; i++) words[i] = as_bits(part[2 * i]) | as_bits(part[2 * i + 1]) >> 16;
+            uint32_t* place = reinterpret_cast<uint32_t*>(tile) + size_t((first + begin) / 2) * size + row;
+            for (int i = 0; i < (here + 1) / 2; i++) place[size_t(i) * size] = words[i];
+        } else {
+            float* place = tile + size_t(first + begin) * size + row;
+            for (int i = 0; i < here; i++) place[size_t(i) * size] = from[i];
+        }
     }
-    float* place = tile + size_t(first) * size + row;
-    if (how == Store::rounded)
-        for (int i = 0; i < count; i++) place[size_t(i) * size] = from_bf16(round_activation(numbers[i]));
-    else
-        for (int i = 0; i < count; i++) place[size_t(i) * size] = numbers[i];
 }
 
 void rotate_head(float* head, const float* cos, const float* sin, int half, float scale) {

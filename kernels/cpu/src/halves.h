@@ -31,13 +31,6 @@ inline uint16_t to_bf16(float x) {
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// To bf16 as activations are rounded: what is smaller than 2^-60 becomes 0. Products with fp8 weights are then multiples
-// of 2^-85, so no sum of them is subnormal, and instructions that take subnormals for 0 give the same bits.
-inline uint16_t round_activation(float x) {
-    const uint16_t bits = to_bf16(x);
-    return (bits & 0x7f80) < (127 - 60) << 7 ? 0 : bits;
-}
-
 inline float from_fp16(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
     if (exponent == 31) return as_float(sign | 0x7f800000 | fraction << 13);

@@ -58,6 +58,14 @@ inline float maximum(Lanes x) {
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
+// Rounded to bf16, ties to even; not for NaN.
+inline __m256 nearest_bf16(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
+    return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(int(0xffff0000))));
+}
+inline Lanes nearest_bf16(Lanes x) { return {nearest_bf16(x.a), nearest_bf16(x.b)}; }
 // The same additions as `sum`, eight at a time: every step halves what is left of two.
 inline __m256 sums_of_eight(const Lanes x[8]) {
     __m256 fours[4], twos[2];

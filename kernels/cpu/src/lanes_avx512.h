@@ -51,6 +51,13 @@ inline float maximum(Lanes a) {
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
+// Rounded to bf16, ties to even; not for NaN.
+inline Lanes nearest_bf16(Lanes a) {
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+    return {_mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(int(0xffff0000))))};
+}
 // The same additions as `sum`, sixteen at a time: every step halves what is left of two.
 inline Lanes sums(const Lanes a[16]) {
     __m512 eights[8], fours[4], twos[2];

@@ -92,6 +92,14 @@ inline float maximum(Lanes a) {
         for (int i = 0; i < half; i++) a.f[i] = a.f[i] > a.f[i + half] ? a.f[i] : a.f[i + half];
     return a.f[0];
 }
+// Rounded to bf16, ties to even; not for NaN.
+inline Lanes nearest_bf16(Lanes a) {
+    EACH {
+        const uint32_t bits = as_bits(a.f[i]);
+        a.f[i] = as_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+    }
+    return a;
+}
 // The sums of sixteen.
 inline Lanes sums(const Lanes a[16]) {
     Lanes r;

@@ -108,13 +108,14 @@ inline PanelBlock tile_panel(int rows) { return tile_panel(rows, std::make_integ
 
 // One block of inputs of a strip for the first tile of rows, of WIDTH vectors at a time.
 template <Kind kind, int ROWS, bool KEEP>
-void first_tile(const uint8_t* weights, int first, int count, const float* x, float scale, float* out, float* panel) {
-    constexpr int width = KEEP ? PANEL : direct_width<ROWS>();
-    if (KEEP) return direct_block<kind, ROWS, width, KEEP>(weights, first, count, x, scale, out, panel);
-    for (; first < 4; first += width)
-        direct_block<kind, ROWS, width, KEEP>(weights, first, count, x, scale, out, panel);
+void first_tile(const uint8_t* weights, Part part, int count, const float* x, float scale, float* out, float* panel) {
+    constexpr int wide = KEEP ? PANEL : direct_width<ROWS>(), half = wide < 2 ? wide : 2;
+    if (wide == 4 && part.end - part.first == 4)
+        return direct_block<kind, ROWS, wide, KEEP>(weights, 0, count, x, scale, out, panel);
+    for (int first = part.first; first < part.end; first += half)
+        direct_block<kind, ROWS, half, KEEP>(weights, first, count, x, scale, out, panel);
 }
-using FirstTile = void (*)(const uint8_t*, int, int, const float*, float, float*, float*);
+using FirstTile = void (*)(const uint8_t*, Part, int, const float*, float, float*, float*);
 template <Kind kind, bool KEEP, int... ROW>
 FirstTile first_tile_of(int rows, std::integer_sequence<int, ROW...>) {
     static constexpr FirstTile functions[] = {first_tile<kind, ROW + 1, KEEP>...};
@@ -122,7 +123,7 @@ FirstTile first_tile_of(int rows, std::integer_sequence<int, ROW...>) {
 }
 
 template <Kind kind>
-void strip_of_kind(const Matrix& m, int strip, const float* x, const Tiles& tiles, float* scratch, float* out) {
+void strip_of_kind(const Matrix& m, int strip, Part part, const float* x, const Tiles& tiles, float* scratch, float* out) {
     constexpr auto all_rows = std::make_integer_sequence<int, TILE>();
     constexpr size_t row_bytes = size_t(STRIP) * bytes_of(kind);  // a block begins with a pair
     const float* scales = m.scales ? m.scales + size_t(strip) * m.blocks() : nullptr;
@@ -135,11 +136,11 @@ void strip_of_kind(const Matrix& m, int strip, const float* x, const Tiles& tile
         const float scale = (scales ? scales[block] : 1.0f) * unit<kind>();
         const uint8_t* weights = m.strip(strip) + size_t(k) * row_bytes;
         if (alone) {
-            first_tile(weights, 0, count, x + size_t(k) * tiles.rows, scale, out, nullptr);
+            first_tile(weights, part, count, x + size_t(k) * tiles.rows, scale, out, nullptr);
             continue;
         }
-        for (int panel = 0; panel < 4; panel += PANEL) {
-            first_tile(weights, panel, count, x + size_t(k) * tiles.size(0), scale, out, scratch);
+        for (int panel = part.first; panel < part.end; panel += PANEL) {
+            first_tile(weights, {panel, panel + PANEL}, count, x + size_t(k) * tiles.size(0), scale, out, scratch);
             for (int t = 1; t < tiles.count; t++) {
                 const int start = tiles.start(t), size = tiles.size(t);
                 tile_panel(size)(scratch, PANEL * LANES, count, x + size_t(start) * m.inputs + size_t(k) * size, scale,
@@ -149,12 +150,12 @@ void strip_of_kind(const Matrix& m, int strip, const float* x, const Tiles& tile
     }
 }
 
-void multiply_strip(const Matrix& m, int strip, const float* x, const Tiles& tiles, float* scratch, float* out) {
+void multiply_strip(const Matrix& m, int strip, Part part, const float* x, const Tiles& tiles, float* scratch, float* out) {
     switch (m.kind) {
-        case Kind::fp32: return strip_of_kind<Kind::fp32>(m, strip, x, tiles, scratch, out);
-        case Kind::bf16: return strip_of_kind<Kind::bf16>(m, strip, x, tiles, scratch, out);
-        case Kind::fp8: return strip_of_kind<Kind::fp8>(m, strip, x, tiles, scratch, out);
-        case Kind::int8: return strip_of_kind<Kind::int8>(m, strip, x, tiles, scratch, out);
+        case Kind::fp32: return strip_of_kind<Kind::fp32>(m, strip, part, x, tiles, scratch, out);
+        case Kind::bf16: return strip_of_kind<Kind::bf16>(m, strip, part, x, tiles, scratch, out);
+        case Kind::fp8: return strip_of_kind<Kind::fp8>(m, strip, part, x, tiles, scratch, out);
+        case Kind::int8: return strip_of_kind<Kind::int8>(m, strip, part, x, tiles, scratch, out);
         case Kind::fp16: break;
     }
 }

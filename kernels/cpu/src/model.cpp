@@ -12,6 +12,13 @@ namespace {
 // Up to so many rows every thread computes a norm for itself, which costs less than to wait for each other.
 constexpr int OWN_NORM_ROWS = 4;
 
+// Up to so many rows a strip is computed in one pass, whose weights are read in whole lines.
+constexpr int WHOLE_STRIP_ROWS = 6;
+
+Part part_of(int piece, int pieces) {
+    return pieces == 1 ? Part{} : Part{2 * (piece % 2), 2 * (piece % 2) + 2};
+}
+
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -97,8 +104,9 @@ Store Model::store_for(std::initializer_list<const Matrix*> matrices) const {
     return variant.dots ? Store::pairs : Store::rounded;
 }
 
-void Model::strip(const Matrix& m, int s, const float* x, const Tiles& tiles, Store how, Bench& bench, float* out) const {
-    (how == Store::pairs ? variant.dots : variant.strip)(m, s, x, tiles, bench.scratch.data(), out);
+void Model::strip(const Matrix& m, int s, Part part, const float* x, const Tiles& tiles, Store how, Bench& bench,
+                  float* out) const {
+    (how == Store::pairs ? variant.dots : variant.strip)(m, s, part, x, tiles, bench.scratch.data(), out);
 }
 
 // The rows of x_ (all, or those in `rows`) after a norm, in tiles.
@@ -128,15 +136,20 @@ void Model::work(const StepInput& input, int number) {
     team_.barrier();
     lap(number, EMBED);
 
+    // Matrices of few strips are shared out by halves when that does not cost a second pass over their weights.
+    const int pieces = rows > WHOLE_STRIP_ROWS ? 2 : 1;
+
     // Adds the product of a matrix with `from` to the residual stream.
     const auto add_product = [&](const Matrix& m, const float* from) {
-        share(*counter++, m.strips(), [&](int s) {
-            strip(m, s, from, tiles, store_for({&m}), bench, bench.outs.data());
-            const int first = s * STRIP, count = std::min(STRIP, m.outputs - first);
+        share(*counter++, m.strips() * pieces, [&](int piece) {
+            const int s = piece / pieces;
+            const Part part = part_of(piece, pieces);
+            strip(m, s, part, from, tiles, store_for({&m}), bench, bench.outs.data());
+            const int first = s * STRIP, end = std::min(LANES * part.end, m.outputs - first);
             for (int r = 0; r < rows; r++) {
                 float* x = &x_[r * wide_ + first];
                 const float* made = &bench.outs[size_t(r) * STRIP];
-                for (int i = 0; i < count; i++) x[i] += made[i];
+                for (int i = LANES * part.first; i < end; i++) x[i] += made[i];
             }
         });
         team_.barrier();
@@ -160,16 +173,19 @@ void Model::work(const StepInput& input, int number) {
 
         const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
         const int q_strips = layer.q.strips(), k_strips = layer.k.strips();
-        share(*counter++, q_strips + k_strips + layer.v.strips(), [&](int s) {
+        share(*counter++, (q_strips + k_strips + layer.v.strips()) * pieces, [&](int piece) {
+            int s = piece / pieces;
+            const Part part = part_of(piece, pieces);
             const int which = s < q_strips ? 0 : s < q_strips + k_strips ? 1 : 2;
             const Matrix& m = *parts[which];
             s -= which == 0 ? 0 : which == 1 ? q_strips : q_strips + k_strips;
-            strip(m, s, h, tiles, how, bench, bench.outs.data());
-            const int first = s * STRIP, count = std::min(STRIP, m.outputs - first);
+            strip(m, s, part, h, tiles, how, bench, bench.outs.data());
             const size_t before = which == 0 ? 0 : size_t(shape.heads + (which - 1) * shape.kv_heads) * size;
-            for (int r = 0; r < rows; r++)
-                std::memcpy(&projected_[r * row_size + before + first], &bench.outs[size_t(r) * STRIP],
-                            size_t(count) * sizeof(float));
+            const int first = LANES * part.first, count = std::min(LANES * part.end, m.outputs - s * STRIP) - first;
+            if (count > 0)
+                for (int r = 0; r < rows; r++)
+                    std::memcpy(&projected_[r * row_size + before + s * STRIP + first],
+                                &bench.outs[size_t(r) * STRIP + first], size_t(count) * sizeof(float));
         });
         team_.barrier();
         lap(number, QKV);
@@ -198,8 +214,8 @@ void Model::work(const StepInput& input, int number) {
         h = normed(layer.ffn_norm, tiles, nullptr, how, number);
         lap(number, NORM);
         share(*counter++, layer.gate.strips(), [&](int s) {
-            strip(layer.gate, s, h, tiles, how, bench, bench.outs.data());
-            strip(layer.up, s, h, tiles, how, bench, bench.ups.data());
+            strip(layer.gate, s, {}, h, tiles, how, bench, bench.outs.data());
+            strip(layer.up, s, {}, h, tiles, how, bench, bench.ups.data());
             variant.gate(bench.outs.data(), bench.ups.data(), bench.outs.data(), rows * STRIP);
             const int first = s * STRIP, count = std::min(STRIP, shape.ffn - first);
             const Store then = store_for({&layer.down});
@@ -220,7 +236,7 @@ void Model::work(const StepInput& input, int number) {
     const float* h = normed(final_norm, last, input.wanted.data(), how, number);
     float* logits = input.logits ? input.logits : logits_.data();
     share(*counter++, head.strips(), [&](int s) {
-        strip(head, s, h, last, how, bench, bench.outs.data());
+        strip(head, s, {}, h, last, how, bench, bench.outs.data());
         const int first = s * STRIP, count = std::min(STRIP, head.outputs - first);
         for (int r = 0; r < wanted; r++)
             std::memcpy(&logits[size_t(r) * shape.vocab + first], &bench.outs[size_t(r) * STRIP],

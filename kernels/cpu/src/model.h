@@ -85,7 +85,8 @@ private:
     void turn(const StepInput& input, const Item& item, int layer);
     const float* normed(const float* weight, const Tiles& tiles, const int32_t* rows, Store how, int number);
     Store store_for(std::initializer_list<const Matrix*> matrices) const;
-    void strip(const Matrix& m, int s, const float* x, const Tiles& tiles, Store how, Bench& bench, float* out) const;
+    void strip(const Matrix& m, int s, Part part, const float* x, const Tiles& tiles, Store how, Bench& bench,
+               float* out) const;
     void lap(int number, Phase phase);
 
     Team team_;

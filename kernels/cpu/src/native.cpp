@@ -235,7 +235,7 @@ void multiply(const std::string& variant, const std::string& kind, int outputs, 
                  r - tiles.start(t), how);
     }
     for (int s = 0; s < m.strips(); s++) {
-        (how == Store::pairs ? v.dots : v.strip)(m, s, packed.data(), tiles, scratch.data(), made.data());
+        (how == Store::pairs ? v.dots : v.strip)(m, s, {}, packed.data(), tiles, scratch.data(), made.data());
         const int count = std::min(STRIP, outputs - s * STRIP);
         for (int r = 0; r < rows; r++)
             std::memcpy(out.data() + size_t(r) * outputs + s * STRIP, &made[size_t(r) * STRIP], size_t(count) * 4);

@@ -35,6 +35,11 @@ enum class Store {
     pairs,    // bf16, k and its neighbour in one word: [k / 2][size][2], the odd k first
 };
 
+// Vectors of 16 outputs of a strip: all four, or two of them, so that few strips are shared evenly by threads.
+struct Part {
+    int first = 0, end = 4;
+};
+
 // Rows cut into tiles of nearly equal size, one tile behind the other, so that the rows of one k are neighbours.
 struct Tiles {
     int rows = 0, count = 0;
@@ -104,11 +109,12 @@ struct Attention {
 struct Variant {
     const char* name;
     int tile;                                      // rows of a tile at most
-    // Sums [rows][64] of a strip: `x` in tiles, plain or rounded; `scratch` of scratch_floats(), `out` rows 64 apart.
-    void (*strip)(const Matrix&, int strip, const float* x, const Tiles&, float* scratch, float* out);
+    // Sums [rows][64] of a strip or of a half of it: `x` in tiles, plain or rounded; `scratch` of scratch_floats(), `out`
+    // rows 64 apart, of which the half's place is filled.
+    void (*strip)(const Matrix&, int strip, Part, const float* x, const Tiles&, float* scratch, float* out);
     // The same with bf16 dot products, which give the bits of `strip` over rounded numbers: `x` as pairs, the matrix fp8.
     // Null where the processor has none.
-    void (*dots)(const Matrix&, int strip, const float* x, const Tiles&, float* scratch, float* out);
+    void (*dots)(const Matrix&, int strip, Part, const float* x, const Tiles&, float* scratch, float* out);
     // Numbers first … first + count - 1 of a row into its tile; first is even.
     void (*spread)(const float* numbers, int count, int first, float* tile, int size, int row, Store how);
     // out = silu(gate) * up, n numbers.
