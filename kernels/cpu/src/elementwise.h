@@ -33,14 +33,23 @@ void gate_numbers(const float* gates, const float* ups, float* out, int n) {
     }
 }
 
-void norm_row(const float* x, const float* weight, float epsilon, int width, float* out) {
+float inverse_rms(const float* x, float epsilon, int width) {
     Lanes squares = zero();
     for (int i = 0; i < width; i += LANES) {
         const Lanes v = load(x + i);
         squares = fma(v, v, squares);
     }
-    const float inverse = 1.0f / __builtin_sqrtf(sum(squares) / float(width) + epsilon);
-    for (int i = 0; i < width; i++) out[i] = x[i] * inverse * weight[i];
+    return 1.0f / __builtin_sqrtf(sum(squares) / float(width) + epsilon);
+}
+
+void scale_numbers(const float* x, const float* weight, float factor, int n, float* out) {
+    for (int i = 0; i < n; i++) out[i] = x[i] * factor * weight[i];
+}
+
+inline void store_first(float* out, int count, Lanes x) {
+    float numbers[LANES];
+    store(numbers, x);
+    for (int i = 0; i < count; i++) out[i] = numbers[i];
 }
 
 // As activations are rounded: to bf16, and what is smaller than 2^-60 to 0, what is greater than 2^100 to infinity. Products
@@ -54,29 +63,44 @@ inline Lanes rounded(Lanes x) {
     return where_nan(x, x, r);
 }
 
-void spread_row(const float* numbers, int count, int first, float* tile, int size, int row, Store how) {
-    float part[STRIP];
-    for (int begin = 0; begin < count; begin += STRIP) {
-        const int here = count - begin < STRIP ? count - begin : STRIP, whole = here / LANES * LANES;
-        const float* from = numbers + begin;
-        if (how != Store::plain) {
-            for (int i = 0; i < whole; i += LANES) store(part + i, rounded(load(from + i)));
-            if (whole < here) {
-                float rest[LANES] = {};
-                for (int i = whole; i < here; i++) rest[i - whole] = from[i];
-                store(part + whole, rounded(load(rest)));
-            }
-            from = part;
+// Sixteen places of a tile's row as they are kept: numbers, or words of two. What is behind the first `count` numbers is 0.
+inline Lanes places_of(const float* numbers, int count, Store how) {
+    float part[2 * LANES] = {};
+    const int most = how == Store::pairs ? 2 * LANES : LANES;
+    if (count < most) {
+        for (int i = 0; i < count; i++) part[i] = numbers[i];
+        numbers = part;
+    }
+    if (how == Store::plain) return load(numbers);
+    const Lanes first = rounded(load(numbers));
+    return how == Store::rounded ? first : pair_up(first, rounded(load(numbers + LANES)));
+}
+
+void spread_rows(const float* numbers, size_t apart, int count, int first, float* tile, int rows, Store how) {
+    const int each = how == Store::pairs ? 2 : 1, places = (count + each - 1) / each;
+    float* out = tile + size_t(first / each) * rows;
+    float* const end = out + size_t(places) * rows;  // behind it others write
+    for (int place = 0; place < places; place += LANES) {
+        Lanes square[LANES];
+        const int left = count - place * each;
+        for (int r = 0; r < LANES; r++)
+            square[r] = r < rows ? places_of(numbers + r * apart + place * each, left, how) : zero();
+        if (rows > 1) turn(square);
+        const int here = places - place < LANES ? places - place : LANES;
+        if (rows == 1) {
+            if (here == LANES)
+                store(out, square[0]);
+            else
+                store_first(out, here, square[0]);
+            out += here;
+            continue;
         }
-        if (how == Store::pairs) {
-            if (here % 2) part[here] = 0.0f;
-            uint32_t words[STRIP / 2];
-            for (int i = 0; i < (here + 1) / 2; i++) words[i] = as_bits(part[2 * i]) | as_bits(part[2 * i + 1]) >> 16;
-            uint32_t* place = reinterpret_cast<uint32_t*>(tile) + size_t((first + begin) / 2) * size + row;
-            for (int i = 0; i < (here + 1) / 2; i++) place[size_t(i) * size] = words[i];
-        } else {
-            float* place = tile + size_t(first + begin) * size + row;
-            for (int i = 0; i < here; i++) place[size_t(i) * size] = from[i];
+        // A whole vector covers the places of the next numbers too, which are written after it.
+        for (int i = 0; i < here; i++, out += rows) {
+            if (end - out >= LANES)
+                store(out, square[i]);
+            else
+                store_first(out, rows, square[i]);
         }
     }
 }

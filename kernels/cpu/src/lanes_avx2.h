@@ -66,6 +66,13 @@ inline __m256 nearest_bf16(__m256 x) {
     return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(int(0xffff0000))));
 }
 inline Lanes nearest_bf16(Lanes x) { return {nearest_bf16(x.a), nearest_bf16(x.b)}; }
+// Words of two bf16, of numbers that are rounded: the even ones of a and then of b in the upper halves, the odd ones below.
+inline __m256 pair_up(__m256 a, __m256 b) {
+    const __m256 evens = _mm256_shuffle_ps(a, b, 0x88), odds = _mm256_shuffle_ps(a, b, 0xdd);
+    const __m256i words = _mm256_or_si256(_mm256_castps_si256(evens), _mm256_srli_epi32(_mm256_castps_si256(odds), 16));
+    return _mm256_castsi256_ps(_mm256_permute4x64_epi64(words, 0xd8));
+}
+inline Lanes pair_up(Lanes x, Lanes y) { return {pair_up(x.a, x.b), pair_up(y.a, y.b)}; }
 // The same additions as `sum`, eight at a time: every step halves what is left of two.
 inline __m256 sums_of_eight(const Lanes x[8]) {
     __m256 fours[4], twos[2];

@@ -58,6 +58,14 @@ inline Lanes nearest_bf16(Lanes a) {
     const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
     return {_mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(int(0xffff0000))))};
 }
+// Words of two bf16, of numbers that are rounded: the even ones of a and then of b in the upper halves, the odd ones below.
+inline Lanes pair_up(Lanes a, Lanes b) {
+    const __m512i evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
+    const __m512i x = _mm512_castps_si512(a.v), y = _mm512_castps_si512(b.v);
+    const __m512i low = _mm512_srli_epi32(_mm512_permutex2var_epi32(x, odds, y), 16);
+    return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_permutex2var_epi32(x, evens, y), low))};
+}
 // The same additions as `sum`, sixteen at a time: every step halves what is left of two.
 inline Lanes sums(const Lanes a[16]) {
     __m512 eights[8], fours[4], twos[2];

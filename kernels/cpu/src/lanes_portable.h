@@ -100,6 +100,15 @@ inline Lanes nearest_bf16(Lanes a) {
     }
     return a;
 }
+// Words of two bf16, of numbers that are rounded: the even ones of a and then of b in the upper halves, the odd ones below.
+inline Lanes pair_up(Lanes a, Lanes b) {
+    Lanes r;
+    EACH {
+        const float* p = i < 8 ? a.f + 2 * i : b.f + 2 * (i - 8);
+        r.f[i] = as_float(as_bits(p[0]) | as_bits(p[1]) >> 16);
+    }
+    return r;
+}
 // The sums of sixteen.
 inline Lanes sums(const Lanes a[16]) {
     Lanes r;

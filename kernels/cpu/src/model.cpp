@@ -9,9 +9,6 @@ const char* const phase_names[PHASES] = {"embed", "norm", "qkv", "attention", "o
 
 namespace {
 
-// Up to so many rows every thread computes a norm for itself, which costs less than to wait for each other.
-constexpr int OWN_NORM_ROWS = 4;
-
 // Up to so many rows a strip is computed in one pass, whose weights are read in whole lines.
 constexpr int WHOLE_STRIP_ROWS = 6;
 
@@ -44,8 +41,9 @@ Model::Model(const Variant& variant, const Shape& shape, const Pool& pool, int t
         bench.scratch.resize(scratch_floats());
         bench.attention.resize(attention_floats(shape.head_dim, group));
         bench.attended.resize(size_t(attention_rows(group)) * group * shape.head_dim + LANES);
-        bench.rows.resize(size_t(OWN_NORM_ROWS) * wide_ + LANES);
-        bench.row.resize(wide_ + LANES);
+        const size_t widest = std::max(wide_, padded(size_t(shape.heads) * shape.head_dim));
+        bench.tile.resize(variant.tile * widest + LANES);
+        bench.rows.resize(variant.tile * wide_ + 2 * LANES);
         bench.sampling.resize(sampling_doubles(shape.vocab));
     }
 }
@@ -58,6 +56,7 @@ void Model::prepare(const StepInput& input) {
         grow(normed_, rows * wide_);
         grow(projected_, rows * size_t(shape.heads + 2 * shape.kv_heads) * shape.head_dim);
         grow(mixed_, rows * size_t(shape.heads) * shape.head_dim);
+        grow(tiled_, rows * size_t(shape.heads) * shape.head_dim);
         grow(gated_, rows * size_t(shape.ffn));
         for (Bench& bench : benches_) {
             grow(bench.outs, rows * STRIP);
@@ -109,20 +108,45 @@ void Model::strip(const Matrix& m, int s, Part part, const float* x, const Tiles
     (how == Store::pairs ? variant.dots : variant.strip)(m, s, part, x, tiles, bench.scratch.data(), out);
 }
 
+// Where a thread puts its share of what is laid in tiles: all columns into its own bench when there is one tile, which
+// costs less than to wait for each other; else some columns of all tiles into `shared`, for all threads.
+Model::Columns Model::columns_for(const Tiles& tiles, int width, std::vector<float>& shared, int number) {
+    if (tiles.count == 1) return {0, width, benches_[number].tile.data()};
+    const int chunk = 2 * LANES, chunks = (width + chunk - 1) / chunk, threads = team_.threads();
+    return {std::min(chunks * number / threads * chunk, width), std::min(chunks * (number + 1) / threads * chunk, width),
+            shared.data()};
+}
+
 // The rows of x_ (all, or those in `rows`) after a norm, in tiles.
 const float* Model::normed(const float* weight, const Tiles& tiles, const int32_t* rows, Store how, int number) {
-    const bool own = tiles.rows <= OWN_NORM_ROWS;
-    float* out = own ? benches_[number].rows.data() : normed_.data();
-    float* row = benches_[number].row.data();
-    const int step = own ? 1 : team_.threads();
-    for (int i = own ? 0 : number; i < tiles.rows; i += step) {
-        const int t = tiles.of(i);
-        variant.norm(&x_[(rows ? rows[i] : i) * wide_], weight, shape.epsilon, shape.hidden, row);
-        variant.spread(row, shape.hidden, 0, out + tiles.place(t, shape.hidden, how), tiles.size(t), i - tiles.start(t),
-                       how);
-    }
-    if (!own) team_.barrier();
-    return out;
+    const Columns columns = columns_for(tiles, shape.hidden, normed_, number);
+    const int count = columns.end - columns.begin;
+    float* part = benches_[number].rows.data();
+    if (count > 0)
+        for (int t = 0; t < tiles.count; t++) {
+            const int start = tiles.start(t), size = tiles.size(t);
+            for (int r = 0; r < size; r++) {
+                const float* x = &x_[(rows ? rows[start + r] : start + r) * wide_];
+                const float factor = variant.inverse_rms(x, shape.epsilon, shape.hidden);
+                variant.scale(x + columns.begin, weight + columns.begin, factor, count, part + size_t(r) * count);
+            }
+            variant.spread(part, size_t(count), count, columns.begin, columns.out + tiles.place(t, shape.hidden, how), size,
+                           how);
+        }
+    if (tiles.count > 1) team_.barrier();
+    return columns.out;
+}
+
+// Rows of `width` numbers in tiles.
+const float* Model::tiled(const std::vector<float>& rows, int width, const Tiles& tiles, Store how, int number) {
+    const Columns columns = columns_for(tiles, width, tiled_, number);
+    if (columns.begin < columns.end)
+        for (int t = 0; t < tiles.count; t++)
+            variant.spread(&rows[size_t(tiles.start(t)) * width + columns.begin], size_t(width),
+                           columns.end - columns.begin, columns.begin, columns.out + tiles.place(t, width, how),
+                           tiles.size(t), how);
+    if (tiles.count > 1) team_.barrier();
+    return columns.out;
 }
 
 void Model::work(const StepInput& input, int number) {
@@ -202,12 +226,12 @@ void Model::work(const StepInput& input, int number) {
             Attention next{};
             if (run.next < run.end) next = memory_of(input, items_[run.next], index);
             if (input.spans[item.span].count == item.rows) turn(input, item, index);
-            attend(input, item, index, tiles, bench, next);
+            attend(input, item, index, bench, next);
         }
         team_.barrier();
         lap(number, ATTENTION);
 
-        add_product(layer.o, mixed_.data());
+        add_product(layer.o, tiled(mixed_, layer.o.inputs, tiles, store_for({&layer.o}), number));
         lap(number, OUTPUT);
 
         how = store_for({&layer.gate, &layer.up});
@@ -220,9 +244,8 @@ void Model::work(const StepInput& input, int number) {
             const int first = s * STRIP, count = std::min(STRIP, shape.ffn - first);
             const Store then = store_for({&layer.down});
             for (int t = 0; t < tiles.count; t++)
-                for (int r = 0; r < tiles.size(t); r++)
-                    variant.spread(&bench.outs[size_t(tiles.start(t) + r) * STRIP], count, first,
-                                   &gated_[tiles.place(t, shape.ffn, then)], tiles.size(t), r, then);
+                variant.spread(&bench.outs[size_t(tiles.start(t)) * STRIP], STRIP, count, first,
+                               &gated_[tiles.place(t, shape.ffn, then)], tiles.size(t), then);
         });
         team_.barrier();
         add_product(layer.down, gated_.data());
@@ -294,8 +317,7 @@ Attention Model::memory_of(const StepInput& input, const Item& item, int layer) 
     return a;
 }
 
-void Model::attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench,
-                   const Attention& next) {
+void Model::attend(const StepInput& input, const Item& item, int layer, Bench& bench, const Attention& next) {
     const Span& span = input.spans[item.span];
     const int size = shape.head_dim, group = shape.heads / shape.kv_heads, width = shape.heads * size;
     const size_t row_size = size_t(shape.heads + 2 * shape.kv_heads) * size;
@@ -314,10 +336,7 @@ void Model::attend(const StepInput& input, const Item& item, int layer, const Ti
     a.stride = row_size;
     variant.attend(a, bench.attention.data(), bench.attended.data());
     const int count = group * size;
-    const Store how = store_for({&layers[layer].o});
-    for (int r = 0; r < item.rows; r++) {
-        const int t = tiles.of(first + r);
-        variant.spread(&bench.attended[size_t(r) * count], count, item.kv_head * count,
-                       &mixed_[tiles.place(t, width, how)], tiles.size(t), first + r - tiles.start(t), how);
-    }
+    for (int r = 0; r < item.rows; r++)
+        std::memcpy(&mixed_[size_t(first + r) * width + size_t(item.kv_head) * count],
+                    &bench.attended[size_t(r) * count], size_t(count) * sizeof(float));
 }

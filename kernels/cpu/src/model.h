@@ -72,17 +72,23 @@ private:
     };
     // What one thread works in.
     struct Bench {
-        std::vector<float> outs, ups, scratch, attention, attended, rows, row;
+        std::vector<float> outs, ups, scratch, attention, attended, rows, tile;
         std::vector<double> sampling;
     };
 
     void prepare(const StepInput& input);
     void work(const StepInput& input, int number);
-    void attend(const StepInput& input, const Item& item, int layer, const Tiles& tiles, Bench& bench,
-                const Attention& next);
+    void attend(const StepInput& input, const Item& item, int layer, Bench& bench, const Attention& next);
     Run claim(Counter& counter, int items) const;
     Attention memory_of(const StepInput& input, const Item& item, int layer) const;
     void turn(const StepInput& input, const Item& item, int layer);
+    // Columns begin … end - 1 of what is laid in tiles at `out`.
+    struct Columns {
+        int begin, end;
+        float* out;
+    };
+    Columns columns_for(const Tiles& tiles, int width, std::vector<float>& shared, int number);
+    const float* tiled(const std::vector<float>& rows, int width, const Tiles& tiles, Store how, int number);
     const float* normed(const float* weight, const Tiles& tiles, const int32_t* rows, Store how, int number);
     Store store_for(std::initializer_list<const Matrix*> matrices) const;
     void strip(const Matrix& m, int s, Part part, const float* x, const Tiles& tiles, Store how, Bench& bench,
@@ -96,7 +102,7 @@ private:
     int counter_count_ = 0;
     int capacity_ = 0;                             // rows that the buffers hold
     size_t wide_ = 0;                              // a row of x_
-    std::vector<float> x_, normed_, projected_, mixed_, gated_, logits_;
+    std::vector<float> x_, normed_, projected_, mixed_, tiled_, gated_, logits_;
     std::array<double, PHASES> seconds_{};
     double lap_ = 0;
 };

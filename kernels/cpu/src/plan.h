@@ -115,12 +115,14 @@ struct Variant {
     // The same with bf16 dot products, which give the bits of `strip` over rounded numbers: `x` as pairs, the matrix fp8.
     // Null where the processor has none.
     void (*dots)(const Matrix&, int strip, Part, const float* x, const Tiles&, float* scratch, float* out);
-    // Numbers first … first + count - 1 of a row into its tile; first is even.
-    void (*spread)(const float* numbers, int count, int first, float* tile, int size, int row, Store how);
+    // Numbers first … first + count - 1 of the rows of a tile, which lie `apart` apart, into their places; first is even.
+    void (*spread)(const float* numbers, size_t apart, int count, int first, float* tile, int rows, Store how);
     // out = silu(gate) * up, n numbers.
     void (*gate)(const float* gates, const float* ups, float* out, int n);
-    // x / rms(x) * weight of `width` numbers; x has zeros behind them up to a multiple of 16.
-    void (*norm)(const float* x, const float* weight, float epsilon, int width, float* out);
+    // 1 / rms(x) of `width` numbers, behind which x has zeros up to a multiple of 16.
+    float (*inverse_rms)(const float* x, float epsilon, int width);
+    // x * factor * weight of n numbers.
+    void (*scale)(const float* x, const float* weight, float factor, int n, float* out);
     // Rotate the pairs (i, i + half) of a head in place, and multiply by `scale`.
     void (*rotate)(float* head, const float* cos, const float* sin, int half, float scale);
     // Round a head's key or value to the page's kind and store it as token `token` of a page.
