@@ -166,8 +166,9 @@ inline void unpack(const uint8_t* pair, int q, Lanes even[UNIT], Lanes odd[UNIT]
         }
     }
 }
-inline void ahead(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// By assembly: a compiler may find that a function which only prefetches does nothing, and leave out its calls.
+inline void ahead(const void* p) { asm volatile("prefetcht0 (%0)" : : "r"(p)); }
 // Into the second-level cache: many lines at once, of which the first-level cache would drop some.
-inline void far_ahead(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+inline void far_ahead(const void* p) { asm volatile("prefetcht1 (%0)" : : "r"(p)); }
 
 }  // namespace
