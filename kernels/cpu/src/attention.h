@@ -21,11 +21,11 @@ struct Places {
         count = filled;
         for (int j = 0; j < count; page++, slot = 0) {
             const uint8_t* head = pool.head(a.table[page], a.layer, which, a.kv_head);
-            const uint8_t* behind = head + size_t(pool.tokens) * bytes;
-            for (; slot < pool.tokens && j < count; j++, slot++) {
-                numbers[j] = head + size_t(slot) * bytes;
-                scales[j] = behind + 4 * size_t(slot);
-            }
+            const int here = count - j < pool.tokens - slot ? count - j : pool.tokens - slot;
+            for (int i = 0; i < here; i++) numbers[j + i] = head + size_t(slot + i) * bytes;
+            if (pool.kind == Kind::fp8)
+                for (int i = 0; i < here; i++) scales[j + i] = head + size_t(pool.tokens) * bytes + 4 * size_t(slot + i);
+            j += here;
         }
     }
 };
@@ -307,9 +307,12 @@ void attend_rows(const Attention& a, float* memory, float* out) {
     const Tiles score_tiles(queries, many ? SCORE_ROWS : FEW_QUERIES), tiles(queries, many ? TILE : FEW_QUERIES);
     for (int q = 0; q < queries; q++) {
         const float* query = a.queries + size_t(q / a.group) * a.stride + size_t(q % a.group) * size;
-        const int t = score_tiles.of(q), step = many ? score_tiles.size(t) : 1;
-        float* place = bench.turned + (many ? score_tiles.place(t, wide, Store::plain) + (q - score_tiles.start(t))
-                                            : size_t(q) * wide);
+        if (!many) {  // of a size of whole vectors
+            for (int d = 0; d < wide; d += LANES) store(bench.turned + size_t(q) * wide + d, load(query + d));
+            continue;
+        }
+        const int t = score_tiles.of(q), step = score_tiles.size(t);
+        float* place = bench.turned + score_tiles.place(t, wide, Store::plain) + (q - score_tiles.start(t));
         for (int d = 0; d < wide; d++) place[size_t(d) * step] = d < size ? query[d] : 0.0f;
     }
     const int first = a.window > 0 && a.position >= a.window ? a.position - a.window + 1 : 0;
@@ -373,7 +376,10 @@ void attend_rows(const Attention& a, float* memory, float* out) {
     for (int q = 0; q < queries; q++) {
         const float* from = bench.values + size_t(q) * wide;
         float* place = out + size_t(q) * size;
-        for (int d = 0; d < size; d++) place[d] = from[d] / bench.running[q].weight;
+        const Lanes weight = all(bench.running[q].weight);
+        int d = 0;
+        for (; d + LANES <= size; d += LANES) store(place + d, div(load(from + d), weight));
+        for (; d < size; d++) place[d] = from[d] / bench.running[q].weight;
     }
 }
 
