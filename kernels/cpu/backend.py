@@ -250,7 +250,7 @@ class SamplingColumns:
             self.integers[index] = (
                 *known[1],
                 position,
-                known[2],
+                min(known[2], self._vocab_size),
                 mask,
                 len(biases),
                 len(params.logit_bias),

@@ -129,7 +129,8 @@ inline void join(int rows, const Share* fresh, const float* fresh_values, Share*
         old_most[i] = running[i].most;
         new_most[i] = fresh[i].most;
     }
-    const Lanes most = greater(load(new_most), load(old_most));
+    // A query that sees nothing of any block yet has a finite greatest score too, lest infinities be subtracted.
+    const Lanes most = greater(greater(load(new_most), load(old_most)), all(-1e30f));
     store(before, exponential(sub(load(old_most), most)));
     store(now, exponential(sub(load(new_most), most)));
     store(new_most, most);
@@ -170,15 +171,15 @@ void score_rows(const Places& keys, const float* queries, float* scores) {
     }
 }
 
-// Values as they lie, weighted by [QUERIES][64]: out [QUERIES][VECTORS * 16].
+// Values as they lie, weighted by [QUERIES][64] from position `from` on: out [QUERIES][VECTORS * 16].
 template <Kind kind, int VECTORS, int QUERIES>
-void weigh_rows(const Places& values, const float* weights, float* out) {
+void weigh_rows(const Places& values, int from, const float* weights, float* out) {
     constexpr int part = VECTORS % 4 ? 1 : 4;
     for (int first = 0; first < VECTORS; first += part) {
         Lanes sums[QUERIES][part];
         for (int q = 0; q < QUERIES; q++)
             for (int d = 0; d < part; d++) sums[q][d] = zero();
-        for (int j = 0; j < values.count; j++) {
+        for (int j = from; j < values.count; j++) {
             const Row<kind> row(values, j);
             for (int d = 0; d < part; d++) {
                 const Lanes value = row.vector(first + d);
@@ -193,7 +194,7 @@ void weigh_rows(const Places& values, const float* weights, float* out) {
 // What is done with few queries, for a kind of page and a number of vectors of a head.
 struct Few {
     void (*score)(const Places&, const float*, float*);
-    void (*weigh)(const Places&, const float*, float*);
+    void (*weigh)(const Places&, int from, const float*, float*);
 };
 template <Kind kind, int VECTORS>
 Few few_for(int queries) {
@@ -358,17 +359,20 @@ void attend_rows(const Attention& a, float* memory, float* out) {
                     for (int j = 0; j < KEYS; j += LANES) store(mine + j, zero());
                 }
             }
+            // Values before the first query's window may be of somebody else by now: not even their zero share is taken.
+            const int low = a.window > 0 ? a.position + start / a.group - a.window + 1 - begin : 0;
+            const int from = low > 0 ? (low < count ? low : count) : 0;
             if (many) {
                 for (int i = 0; i < rows * wide; i += LANES) store(bench.made + i, zero());
                 int d = 0;
                 for (; d + LANES * PANEL <= wide; d += LANES * PANEL)
                     values_panel<PANEL>(rows, std::make_integer_sequence<int, TILE>())(
-                        bench.copied + d, wide, count, scores, 1.0f, bench.made + d, wide);
+                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, 1.0f, bench.made + d, wide);
                 for (; d < wide; d += LANES)
-                    values_panel<1>(rows, std::make_integer_sequence<int, TILE>())(bench.copied + d, wide, count, scores,
-                                                                                   1.0f, bench.made + d, wide);
+                    values_panel<1>(rows, std::make_integer_sequence<int, TILE>())(
+                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, 1.0f, bench.made + d, wide);
             } else {
-                few_for(pool, rows).weigh(values, scores, bench.made);
+                few_for(pool, rows).weigh(values, from, scores, bench.made);
             }
             join(rows, fresh, bench.made, bench.running + start, bench.values + size_t(start) * wide, wide);
         }

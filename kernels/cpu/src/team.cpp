@@ -68,13 +68,20 @@ void Signal::wait(uint32_t old, int spins) {
 }
 
 Team::Team(int threads, const std::vector<int>& cores) : threads_(threads) {
-    for (int number = 1; number < threads; number++) {
-        helpers_.emplace_back([this, number] { help(number); });
-        if (int(cores.size()) == threads) pin(helpers_.back(), cores[number]);
+    try {
+        for (int number = 1; number < threads; number++) {
+            helpers_.emplace_back([this, number] { help(number); });
+            if (int(cores.size()) == threads) pin(helpers_.back(), cores[number]);
+        }
+    } catch (...) {  // the system gives no more threads
+        stop();
+        throw;
     }
 }
 
-Team::~Team() {
+Team::~Team() { stop(); }
+
+void Team::stop() {
     stopping_ = true;
     started_.advance();
     for (auto& helper : helpers_) helper.join();

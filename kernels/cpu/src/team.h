@@ -40,6 +40,7 @@ public:
 
 private:
     void help(int number);
+    void stop();
 
     const int threads_;
     const std::function<void(int)>* job_ = nullptr;
