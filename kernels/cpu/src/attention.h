@@ -95,6 +95,9 @@ inline void ask_for(const Pool& pool, const int32_t* table, int layer, int kv_he
 inline void ask_for(const Attention& a, int position, int count) {
     for (int which = 0; which < 2; which++) ask_for(*a.pool, a.table, a.layer, a.kv_head, which, position, count);
 }
+void ask_for_bytes(const uint8_t* data, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) far_ahead(data + at);
+}
 void ask_for_both(const Pool& pool, const int32_t* table, int layer, int kv_head, int position, int count) {
     for (int which = 0; which < 2; which++) ask_for(pool, table, layer, kv_head, which, position, count);
 }

@@ -2,7 +2,7 @@
 //
 // vdpbf16ps adds the product of the upper halves of two words, rounds, adds that of the lower halves, and rounds: two
 // multiply-adds, of the even input and then of the odd one, as the words are packed. Products of bf16 numbers are exact, and
-// the numbers are such that nothing subnormal can occur (`round_activation`), so the bits are those of `strip`.
+// the numbers are such that nothing subnormal can occur (`rounded`), so the bits are those of `strip`.
 #pragma once
 
 namespace {

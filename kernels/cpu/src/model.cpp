@@ -9,12 +9,10 @@ const char* const phase_names[PHASES] = {"embed", "norm", "qkv", "attention", "o
 
 namespace {
 
-// Up to so many rows a strip is computed in one pass, whose weights are read in whole lines.
-constexpr int WHOLE_STRIP_ROWS = 6;
-
-Part part_of(int piece, int pieces) {
-    return pieces == 1 ? Part{} : Part{2 * (piece % 2), 2 * (piece % 2) + 2};
-}
+// Up to so many rows a step waits for memory: every thread reads weights that lie one behind the other.
+constexpr int STREAMED_ROWS = 6;
+// Bytes of the next weights that a thread asks for before it waits for the others.
+constexpr size_t ASKED_BYTES = 4096;
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -24,6 +22,9 @@ template <typename Counter, typename Work>
 void share(Counter& counter, int count, Work work) {
     for (int i; (i = counter.next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
 }
+
+// The first half strip of a thread when strips are dealt out evenly.
+int first_half(int strips, int number, int threads) { return int(int64_t(2) * strips * number / threads); }
 
 void grow(std::vector<float>& buffer, size_t size) {
     if (buffer.size() < size + LANES) buffer.resize(size + LANES);
@@ -46,6 +47,37 @@ Model::Model(const Variant& variant, const Shape& shape, const Pool& pool, int t
         bench.rows.resize(variant.tile * wide_ + 2 * LANES);
         bench.sampling.resize(sampling_doubles(shape.vocab));
     }
+}
+
+// Calls work(strip, part) for this thread's share of some strips: of few rows an even share that lies together, to the half
+// strip; else halves (or, with `whole`, strips) as they come, so that a thread which was held up has less to do.
+template <typename Work>
+void Model::each_strip(Counter& counter, int strips, int rows, bool whole, int number, Work work) {
+    if (rows > STREAMED_ROWS) {
+        share(counter, whole ? strips : 2 * strips, [&](int i) {
+            if (whole)
+                work(i, Part{});
+            else
+                work(i / 2, Part{2 * (i % 2), 2 * (i % 2) + 2});
+        });
+        return;
+    }
+    int half = first_half(strips, number, team_.threads());
+    const int end = first_half(strips, number + 1, team_.threads());
+    if (whole) {
+        for (int s = (half + 1) / 2; s < (end + 1) / 2; s++) work(s, Part{});
+        return;
+    }
+    if (half % 2 && half < end) work(half++ / 2, Part{2, 4});
+    for (; half + 1 < end; half += 2) work(half / 2, Part{});
+    if (half < end) work(half / 2, Part{0, 2});
+}
+
+// Asks for the beginning of this thread's share of a matrix, so that memory works while the thread waits.
+void Model::ask_for(const Matrix& m, int rows, int number) const {
+    if (rows > STREAMED_ROWS) return;
+    const int half = first_half(m.strips(), number, team_.threads());
+    if (half < 2 * m.strips()) variant.fetch(m.strip(half / 2), std::min(ASKED_BYTES, m.strip_bytes()));
 }
 
 void Model::prepare(const StepInput& input) {
@@ -160,14 +192,9 @@ void Model::work(const StepInput& input, int number) {
     team_.barrier();
     lap(number, EMBED);
 
-    // Matrices of few strips are shared out by halves when that does not cost a second pass over their weights.
-    const int pieces = rows > WHOLE_STRIP_ROWS ? 2 : 1;
-
     // Adds the product of a matrix with `from` to the residual stream.
-    const auto add_product = [&](const Matrix& m, const float* from) {
-        share(*counter++, m.strips() * pieces, [&](int piece) {
-            const int s = piece / pieces;
-            const Part part = part_of(piece, pieces);
+    const auto add_product = [&](const Matrix& m, const float* from, const Matrix& next) {
+        each_strip(*counter++, m.strips(), rows, false, number, [&](int s, Part part) {
             strip(m, s, part, from, tiles, store_for({&m}), bench, bench.outs.data());
             const int first = s * STRIP, end = std::min(LANES * part.end, m.outputs - first);
             for (int r = 0; r < rows; r++) {
@@ -176,6 +203,7 @@ void Model::work(const StepInput& input, int number) {
                 for (int i = LANES * part.first; i < end; i++) x[i] += made[i];
             }
         });
+        ask_for(next, rows, number);
         team_.barrier();
     };
 
@@ -197,9 +225,7 @@ void Model::work(const StepInput& input, int number) {
 
         const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
         const int q_strips = layer.q.strips(), k_strips = layer.k.strips();
-        share(*counter++, (q_strips + k_strips + layer.v.strips()) * pieces, [&](int piece) {
-            int s = piece / pieces;
-            const Part part = part_of(piece, pieces);
+        each_strip(*counter++, q_strips + k_strips + layer.v.strips(), rows, false, number, [&](int s, Part part) {
             const int which = s < q_strips ? 0 : s < q_strips + k_strips ? 1 : 2;
             const Matrix& m = *parts[which];
             s -= which == 0 ? 0 : which == 1 ? q_strips : q_strips + k_strips;
@@ -211,6 +237,7 @@ void Model::work(const StepInput& input, int number) {
                     std::memcpy(&projected_[r * row_size + before + s * STRIP + first],
                                 &bench.outs[size_t(r) * STRIP + first], size_t(count) * sizeof(float));
         });
+        ask_for(layer.o, rows, number);
         team_.barrier();
         lap(number, QKV);
 
@@ -231,13 +258,13 @@ void Model::work(const StepInput& input, int number) {
         team_.barrier();
         lap(number, ATTENTION);
 
-        add_product(layer.o, tiled(mixed_, layer.o.inputs, tiles, store_for({&layer.o}), number));
+        add_product(layer.o, tiled(mixed_, layer.o.inputs, tiles, store_for({&layer.o}), number), layer.gate);
         lap(number, OUTPUT);
 
         how = store_for({&layer.gate, &layer.up});
         h = normed(layer.ffn_norm, tiles, nullptr, how, number);
         lap(number, NORM);
-        share(*counter++, layer.gate.strips(), [&](int s) {
+        each_strip(*counter++, layer.gate.strips(), rows, true, number, [&](int s, Part) {
             strip(layer.gate, s, {}, h, tiles, how, bench, bench.outs.data());
             strip(layer.up, s, {}, h, tiles, how, bench, bench.ups.data());
             variant.gate(bench.outs.data(), bench.ups.data(), bench.outs.data(), rows * STRIP);
@@ -247,8 +274,9 @@ void Model::work(const StepInput& input, int number) {
                 variant.spread(&bench.outs[size_t(tiles.start(t)) * STRIP], STRIP, count, first,
                                &gated_[tiles.place(t, shape.ffn, then)], tiles.size(t), then);
         });
+        ask_for(layer.down, rows, number);
         team_.barrier();
-        add_product(layer.down, gated_.data());
+        add_product(layer.down, gated_.data(), index + 1 < shape.layers ? layers[index + 1].q : head);
         lap(number, FFN);
     }
 
@@ -258,7 +286,7 @@ void Model::work(const StepInput& input, int number) {
     const Store how = store_for({&head});
     const float* h = normed(final_norm, last, input.wanted.data(), how, number);
     float* logits = input.logits ? input.logits : logits_.data();
-    share(*counter++, head.strips(), [&](int s) {
+    each_strip(*counter++, head.strips(), wanted, true, number, [&](int s, Part) {
         strip(head, s, {}, h, last, how, bench, bench.outs.data());
         const int first = s * STRIP, count = std::min(STRIP, head.outputs - first);
         for (int r = 0; r < wanted; r++)

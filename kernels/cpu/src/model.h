@@ -94,6 +94,9 @@ private:
     void strip(const Matrix& m, int s, Part part, const float* x, const Tiles& tiles, Store how, Bench& bench,
                float* out) const;
     void lap(int number, Phase phase);
+    template <typename Work>
+    void each_strip(Counter& counter, int strips, int rows, bool whole, int number, Work work);
+    void ask_for(const Matrix& m, int rows, int number) const;
 
     Team team_;
     std::vector<Bench> benches_;

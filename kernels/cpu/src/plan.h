@@ -129,6 +129,8 @@ struct Variant {
     void (*keep)(const Pool&, uint8_t* head, int token, const float* numbers);
     // Ask for the memory of a head's keys and values at `count` positions from `position` on.
     void (*ask)(const Pool&, const int32_t* table, int layer, int kv_head, int position, int count);
+    // Ask for some bytes.
+    void (*fetch)(const uint8_t* data, size_t bytes);
     // Attention of few rows; out [rows][group * head_dim] apart by `width`. Scratch of attention_floats().
     void (*attend)(const Attention&, float* scratch, float* out);
     // One row of the embedding: number k of output `token` of the matrix, as float32.
