@@ -7,7 +7,7 @@
 #define SCORE_ROWS 2
 #define MANY_QUERIES 16
 #define FEW_QUERIES 2
-#define AHEAD 1024
+#define AHEAD 2048
 
 #include "lanes_avx2.h"
 #include "variant.h"

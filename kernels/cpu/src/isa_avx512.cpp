@@ -7,7 +7,7 @@
 #define SCORE_ROWS 6
 #define MANY_QUERIES 24
 #define FEW_QUERIES 4
-#define AHEAD 1024
+#define AHEAD 2048
 
 #include "lanes_avx512.h"
 #include "variant.h"
