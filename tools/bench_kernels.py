@@ -17,12 +17,11 @@ Figures are medians; close what else uses the cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from tqdm import tqdm
 
@@ -40,6 +39,9 @@ from tools.bench_ours import Driven, Floor, head_weights, layer_weights, machine
 from tools.bench_system import count
 from tools.fetch import default_model
 from tools.install import say
+
+if TYPE_CHECKING:
+    import argparse
 
 PREFILLS = (128, 512)
 SAMPLED = SamplingParams(temperature=1.0, seed=1)

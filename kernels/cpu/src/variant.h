@@ -1,7 +1,14 @@
-// Everything that is compiled once for each instruction set. The file that includes this has defined VARIANT and NAME,
-// REGISTERS (vector registers), TILE (rows of a tile), PANEL (vectors of a panel), SCORE_ROWS, MANY_QUERIES, FEW_QUERIES, AHEAD
-// (bytes that weights are asked for ahead) and, with bf16 dot products, DOTS, and included its lanes. All functions are in an unnamed namespace: none of one
-// variant may be merged with one of another. For the same reason nothing of the C++ library but types is used here.
+// Everything that is compiled once for each instruction set. The file that includes this has included its lanes and defined
+//   VARIANT, NAME    the table of functions and what people call it
+//   REGISTERS        vector registers
+//   TILE, PANEL      rows of a tile at most; vectors of a panel of unpacked weights
+//   SCORE_ROWS       queries that are scored together, of many
+//   FEW_QUERIES      queries that read keys and values as they lie together
+//   MANY_QUERIES     from so many on, keys are turned into columns for them
+//   AHEAD            bytes that weights are asked for ahead
+//   DOTS             with bf16 dot products only: `dot_strip`
+// All functions are in an unnamed namespace: none of one variant may be merged with one of another. For the same reason
+// nothing of the C++ library but types is used here.
 #include <utility>
 
 #include "plan.h"
