@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from signal import SIGINT, SIGKILL, SIGTERM
@@ -198,6 +199,8 @@ def test_an_actor_that_cannot_start_again_ends_the_launch(tmp_path: Path, tiny_f
     folder = prepare(source, tmp_path / "cache", progress=False)
     with Launch(tmp_path, "unified", f'model.path="{folder}"') as launch:
         launch.wait_ready()
+        # What the worker maps, and what that is made of.
+        shutil.rmtree(folder / "packed")
         (folder / WEIGHTS).unlink()
         launch.kill("both")
         assert launch.wait() == 3

@@ -75,8 +75,8 @@ def run(tmp_path: Path, *arguments: str, launcher: Sequence[str] = ()) -> dict[s
 @pytest.mark.system
 @pytest.mark.model
 def test_real_streams(tmp_path: Path, model_folder: Path) -> None:
-    value = run(tmp_path, "streams", "--topology", "two-gateways", "--streams", "6", "--output", "3")
-    assert (value["gateways"], value["tokens"], value["errors"]) == (2, 18, 0)
+    value = run(tmp_path, "streams", "--topology", "two-gateways", "--streams", "6", "--output", "200")
+    assert (value["gateways"], value["tokens"], value["errors"]) == (2, 1200, 0)
     assert value["open_at_once"] > 1
 
 
