@@ -14,6 +14,7 @@ from engine.errors import StartError
 from engine.model import read_config
 from kernels.attention import BLOCK, QUERY_TILES, PagePool, attend, plan_groups, visible_mask
 from kernels.backend import StepResult
+from kernels.rotary import rotary_tables
 from kernels.rows import check_pool, check_rows
 from kernels.sampling import logprobs_step, sample_step
 from kernels.tiles import TILE, Linear, TilePlan, fold, padded, read_only_tensor, same_bits
@@ -56,9 +57,7 @@ class TorchBackend:
         self._pool = PagePool(pool, page_shape)
         self._embedding = read_only_tensor(weights[EMBEDDING])
         self._final_norm = read_only_tensor(weights[FINAL_NORM])
-        self._cos, self._sin = rotary_tables(
-            self.config.context_length, self.config.head_dim, self.config.rope_theta
-        )
+        self._cos, self._sin = map(torch.from_numpy, rotary_tables(self.config))
         self._share = self.config.heads // self.config.kv_heads
         self._scale = 1.0 / math.sqrt(self.config.head_dim)
         plans: dict[tuple[int, ...], TilePlan] = {}
@@ -180,14 +179,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm of rows [R, hidden], summed in a fixed order."""
     mean = fold(x * x, 1) / x.shape[1]
     return x * (1.0 / torch.sqrt(mean + eps))[:, None] * weight
-
-
-def rotary_tables(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [length, head_dim / 2] of position * theta**(-2i / head_dim): float64, rounded once."""
-    half = head_dim // 2
-    angles = np.outer(np.arange(length), theta ** (-np.arange(half) / half))
-    cos, sin = (wave(angles).astype(np.float32) for wave in (np.cos, np.sin))
-    return torch.from_numpy(cos), torch.from_numpy(sin)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -165,10 +165,16 @@ def _stored(
     return StoredTensor(name, info, checked(name + SCALES_SUFFIX, scales_shape(shape), SCALES_TYPES))
 
 
+def matrix_sizes(config: ModelConfig) -> tuple[int, int]:
+    """Weights of all layers' matrices, and of the LM head."""
+    layer = sum(math.prod(shape) for shape in layer_shapes(config).values() if len(shape) == 2)
+    return config.layers * layer, config.vocab_size * config.hidden_size
+
+
 def float32_bytes(config: ModelConfig) -> tuple[int, int]:
     """Bytes of the layers' matrices, and of the LM head, as float32."""
-    body = sum(4 * math.prod(shape) for shape in layer_shapes(config).values() if len(shape) == 2)
-    return config.layers * body, 4 * config.vocab_size * config.hidden_size
+    layers, head = matrix_sizes(config)
+    return 4 * layers, 4 * head
 
 
 def default_format(folder: Path, config: ModelConfig) -> WeightFormat:

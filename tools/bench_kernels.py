@@ -29,13 +29,14 @@ from engine.errors import EstafetError
 from engine.model import read_config
 from engine.sampling import GREEDY, SamplingParams
 from engine.shapes import KVDtype
-from kernels.backends import NAMES, resolve
+from engine.topology import ModelTable
+from kernels.backends import NAMES, format_for, resolve
 from kernels.cpu import native
 from kernels.formats import KINDS, Activations, WeightFormat, activations_for
 from kernels.prepare import cache_dir, prepare
-from kernels.weights import default_format
+from kernels.weights import matrix_sizes
 from tools import machine
-from tools.bench_ours import Driven, Floor, head_weights, layer_weights, machine_floor, matrix_bytes
+from tools.bench_ours import Driven, Floor, machine_floor, matrix_bytes
 from tools.bench_system import count
 from tools.fetch import default_model
 from tools.install import say
@@ -100,7 +101,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures; StartError or ModelError when the backend cannot be opened."""
     folder = prepare(options.model or default_model(cache_dir(), progress=True), cache_dir())
     config, backend = read_config(folder), resolve(options.backend)
-    weights = chosen_format(options, default_format(folder, config))
+    weights = format_for(ModelTable(weights=options.weights or "auto", head=options.head or "auto"), folder)
     activations = options.activations or activations_for(weights)
     parts = REPEATS + len(PREFILLS) * REPEATS + (len(options.batches) + 2) * options.steps + 1
     with tqdm(total=parts, desc="measuring", unit="step", disable=None, leave=False) as bar:
@@ -149,12 +150,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def chosen_format(options: argparse.Namespace, own: WeightFormat) -> WeightFormat:
-    """The formats asked for; what is not asked for is the model's own, or like what is."""
-    layers = options.weights or own.layers
-    return WeightFormat(layers, options.head or (options.weights or own.head))
-
-
 def floor_of(threads: int, bar: Any) -> Floor:
     """The best of several looks: what disturbs only lowers it."""
     native()
@@ -181,7 +176,7 @@ def decode_of(
         return Decode(batch, round(seconds * 1e3, 3), round(batch / seconds, 1), *(None,) * 5, {})
     inside = statistics.median(matrices)
     bytes_s = matrix_bytes(driven.config, weights) / inside
-    flop_s = 2 * batch * (layer_weights(driven.config) + head_weights(driven.config)) / inside
+    flop_s = 2 * batch * sum(matrix_sizes(driven.config)) / inside
     outside = [step.outside_native for step in steps if step.outside_native is not None]
     names = steps[0].phases or {}
     return Decode(

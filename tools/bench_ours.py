@@ -18,6 +18,7 @@ from kernels.backend import Rows
 from kernels.backends import open_backend
 from kernels.cpu import native
 from kernels.formats import ITEM_BYTES, WeightFormat
+from kernels.weights import matrix_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -271,23 +272,10 @@ def phases(backend: Backend) -> Mapping[str, float] | None:
 # ── the least that work costs ─────────────────────────────────────────────────────────────────
 
 
-def layer_weights(config: ModelConfig) -> int:
-    """Weights of the matrices of all decoder layers."""
-    width = config.heads * config.head_dim
-    attention = config.hidden_size * (2 * width + 2 * config.kv_heads * config.head_dim)
-    return config.layers * (attention + 3 * config.hidden_size * config.ffn_size)
-
-
-def head_weights(config: ModelConfig) -> int:
-    """Weights of the LM head."""
-    return config.vocab_size * config.hidden_size
-
-
 def matrix_bytes(config: ModelConfig, weights: WeightFormat) -> int:
     """Bytes of the weights that a step reads, each once; their scales (below 0.1 %) are not counted."""
-    return (
-        layer_weights(config) * ITEM_BYTES[weights.layers] + head_weights(config) * ITEM_BYTES[weights.head]
-    )
+    layers, head = matrix_sizes(config)
+    return layers * ITEM_BYTES[weights.layers] + head * ITEM_BYTES[weights.head]
 
 
 def job_flops(config: ModelConfig, sequences: int, prompt: int, generated: int) -> int:
@@ -299,7 +287,8 @@ def job_flops(config: ModelConfig, sequences: int, prompt: int, generated: int) 
     rows = prompt + generated
     seen = rows * (rows + 1) // 2
     attention = 2 * config.layers * config.heads * config.head_dim * seen
-    multiply_adds = rows * layer_weights(config) + attention + (generated + 1) * head_weights(config)
+    layers, head = matrix_sizes(config)
+    multiply_adds = rows * layers + attention + (generated + 1) * head
     return 2 * sequences * multiply_adds
 
 

@@ -14,6 +14,7 @@ from kernels.backend import StepResult
 from kernels.cpu import native
 from kernels.formats import activations_for
 from kernels.packed import PackedWeights, pack
+from kernels.rotary import rotary_tables
 from kernels.rows import check_pool, check_rows
 from kernels.sampling import NO_TOKEN
 from kernels.weights import EMBEDDING, FINAL_NORM, HEAD, default_format
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engine.model import ModelConfig
     from engine.sampling import SamplingParams
     from engine.shapes import PageShape
     from kernels.backend import Rows, TokenLog
@@ -129,8 +129,9 @@ class NativeBackend:
             f"native-{NUMERICS}-{tables}:{self.format}-{self.activations}:{config.weights_id}"
             f":kv-{page_shape.dtype}:tp1"
         )
-        self.body_bytes = sum(matrix.bytes for matrix in self.matrices()[:-1])
-        self.head_bytes = self.matrices()[-1].bytes
+        *body, head = self.matrices()
+        self.body_bytes = sum(matrix.bytes for matrix in body)
+        self.head_bytes = head.bytes
         self._sampling = SamplingColumns(config.vocab_size)
 
     def _set_matrix(self, layer: int, name: str, tensor: str) -> None:
@@ -190,14 +191,6 @@ class NativeBackend:
             logits,
             logprobs_of(sampled, columns.told, top_ids, top_logprobs, most) if told else (),
         )
-
-
-def rotary_tables(config: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin [context_length, head_dim / 2] of position * theta**(-2i / head_dim): float64, rounded
-    once."""
-    half = config.head_dim // 2
-    angles = np.outer(np.arange(config.context_length), config.rope_theta ** (-np.arange(half) / half))
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def tables_of(rows: Rows, spans: Sequence[Span]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

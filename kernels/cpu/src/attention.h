@@ -81,27 +81,24 @@ void copy_rows(const Places& places, int size, int wide, float* out) {
     }
 }
 
-// Ask for `count` keys (or values) from a position on: pages lie anywhere, which no prefetcher of the processor can guess.
-inline void ask_for(const Pool& pool, const int32_t* table, int layer, int kv_head, int which, int position, int count) {
+// Ask for `count` keys and values from a position on: pages lie anywhere, which no prefetcher of the processor can guess.
+void ask_for(const Attention& a, int position, int count) {
+    const Pool& pool = *a.pool;
     const size_t bytes = size_t(pool.head_dim) * bytes_of(pool.kind);
     while (count > 0) {
         const int slot = position % pool.tokens, here = count < pool.tokens - slot ? count : pool.tokens - slot;
-        const uint8_t* begin = pool.head(table[position / pool.tokens], layer, which, kv_head) + size_t(slot) * bytes;
-        for (size_t at = 0; at < size_t(here) * bytes; at += 64) far_ahead(begin + at);
+        for (int which = 0; which < 2; which++) {
+            const uint8_t* begin =
+                pool.head(a.table[position / pool.tokens], a.layer, which, a.kv_head) + size_t(slot) * bytes;
+            for (size_t at = 0; at < size_t(here) * bytes; at += 64) far_ahead(begin + at);
+        }
         position += here;
         count -= here;
     }
 }
-inline void ask_for(const Attention& a, int position, int count) {
-    for (int which = 0; which < 2; which++) ask_for(*a.pool, a.table, a.layer, a.kv_head, which, position, count);
-}
 void ask_for_bytes(const uint8_t* data, size_t bytes) {
     for (size_t at = 0; at < bytes; at += 64) far_ahead(data + at);
 }
-void ask_for_both(const Pool& pool, const int32_t* table, int layer, int kv_head, int position, int count) {
-    for (int which = 0; which < 2; which++) ask_for(pool, table, layer, kv_head, which, position, count);
-}
-
 // What a query has of a block, or of all blocks so far.
 struct Share {
     float most, weight;  // the greatest score; the sum of e^(score - most)
@@ -177,7 +174,8 @@ void score_rows(const Places& keys, const float* queries, float* scores) {
 // Values as they lie, weighted by [QUERIES][64] from position `from` on: out [QUERIES][VECTORS * 16].
 template <Kind kind, int VECTORS, int QUERIES>
 void weigh_rows(const Places& values, int from, const float* weights, float* out) {
-    constexpr int part = VECTORS % 4 ? 1 : 4;
+    constexpr int part = 4;
+    static_assert(VECTORS % part == 0, "heads of 64 or 128");
     for (int first = 0; first < VECTORS; first += part) {
         Lanes sums[QUERIES][part];
         for (int q = 0; q < QUERIES; q++)
@@ -309,15 +307,18 @@ void attend_rows(const Attention& a, float* memory, float* out) {
     for (size_t i = 0; i < size_t(queries) * wide; i += LANES) store(bench.values + i, zero());
     // Queries of one tile are scored, weighted and joined together.
     const Tiles score_tiles(queries, many ? SCORE_ROWS : FEW_QUERIES), tiles(queries, many ? TILE : FEW_QUERIES);
-    for (int q = 0; q < queries; q++) {
-        const float* query = a.queries + size_t(q / a.group) * a.stride + size_t(q % a.group) * size;
-        if (!many) {  // of a size of whole vectors
-            for (int d = 0; d < wide; d += LANES) store(bench.turned + size_t(q) * wide + d, load(query + d));
-            continue;
+    for (int t = 0; t < score_tiles.count; t++) {
+        const int start = score_tiles.start(t), rows = score_tiles.size(t);
+        for (int i = 0; i < rows; i++) {
+            const int q = start + i;
+            const float* query = a.queries + size_t(q / a.group) * a.stride + size_t(q % a.group) * size;
+            if (many) {
+                float* place = bench.turned + size_t(start) * wide + i;
+                for (int d = 0; d < wide; d++) place[size_t(d) * rows] = d < size ? query[d] : 0.0f;
+            } else {  // of a size of whole vectors
+                for (int d = 0; d < wide; d += LANES) store(bench.turned + size_t(q) * wide + d, load(query + d));
+            }
         }
-        const int t = score_tiles.of(q), step = score_tiles.size(t);
-        float* place = bench.turned + score_tiles.place(t, wide, Store::plain) + (q - score_tiles.start(t));
-        for (int d = 0; d < wide; d++) place[size_t(d) * step] = d < size ? query[d] : 0.0f;
     }
     const int first = a.window > 0 && a.position >= a.window ? a.position - a.window + 1 : 0;
     for (int block = first / KEYS; block <= last / KEYS; block++) {

@@ -64,9 +64,5 @@ inline uint8_t to_fp8(float x) {
     const uint32_t rounded = (rest + 0x7ffff + (rest >> 20 & 1) - (120u << 23)) >> 20;
     return uint8_t(sign | rounded);
 }
-inline float from_fp8(uint8_t code) {
-    if ((code & 0x7f) == 0x7f) return as_float(0x7fc00000);
-    return 256.0f * from_fp16(fp8_as_fp16(code));
-}
 
 }  // namespace

@@ -220,7 +220,7 @@ void Model::work(const StepInput& input, int number) {
         Run run = claim(attending, items);
         if (run.next < run.end) {
             const Attention first = memory_of(input, items_[run.next], index);
-            variant.ask(pool, first.table, index, first.kv_head, first.position, std::min(first.rows, 2 * KEYS));
+            variant.ask(first, first.position, std::min(first.rows, 2 * KEYS));
         }
 
         const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
@@ -350,11 +350,7 @@ void Model::attend(const StepInput& input, const Item& item, int layer, Bench& b
     const int size = shape.head_dim, group = shape.heads / shape.kv_heads, width = shape.heads * size;
     const size_t row_size = size_t(shape.heads + 2 * shape.kv_heads) * size;
     const int first = span.first + item.first;
-    Attention a{};
-    a.pool = &pool;
-    a.table = span.table;
-    a.layer = layer;
-    a.kv_head = item.kv_head;
+    Attention a = memory_of(input, item, layer);
     a.group = group;
     a.position = span.position + item.first;
     a.rows = item.rows;

@@ -47,12 +47,6 @@ struct Tiles {
     OWN Tiles(int rows, int most) : rows(rows), count((rows + most - 1) / most) {}
     OWN int start(int t) const { return int(int64_t(rows) * t / count); }
     OWN int size(int t) const { return start(t + 1) - start(t); }
-    OWN int of(int row) const {
-        int t = int(int64_t(row) * count / rows);
-        while (start(t + 1) <= row) t++;
-        while (start(t) > row) t--;
-        return t;
-    }
     // Where tile t of a buffer of rows of `width` numbers begins, in float32.
     OWN size_t place(int t, int width, Store how) const {
         return size_t(start(t)) * (how == Store::pairs ? (width + 1) / 2 : width);
@@ -128,10 +122,10 @@ struct Variant {
     // Round a head's key or value to the page's kind and store it as token `token` of a page.
     void (*keep)(const Pool&, uint8_t* head, int token, const float* numbers);
     // Ask for the memory of a head's keys and values at `count` positions from `position` on.
-    void (*ask)(const Pool&, const int32_t* table, int layer, int kv_head, int position, int count);
+    void (*ask)(const Attention&, int position, int count);
     // Ask for some bytes.
     void (*fetch)(const uint8_t* data, size_t bytes);
-    // Attention of few rows; out [rows][group * head_dim] apart by `width`. Scratch of attention_floats().
+    // Attention of few rows; out [rows][group * head_dim]. Scratch of attention_floats().
     void (*attend)(const Attention&, float* scratch, float* out);
     // One row of the embedding: number k of output `token` of the matrix, as float32.
     void (*embed)(const Matrix&, int token, float* out);

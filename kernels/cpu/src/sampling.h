@@ -101,7 +101,7 @@ inline bool may_reach(uint64_t word, double gap) {
     return gap <= 0.0 || (zeros + 1) * 0.6931471805599454 + 1e-9 >= gap;
 }
 
-inline bool is_allowed(const uint32_t* mask, int id) { return !mask || (mask[id >> 5] >> (id & 31) & 1); }
+inline bool is_allowed(const uint32_t* mask, int id) { return mask[id >> 5] >> (id & 31) & 1; }
 
 inline bool all_finite(const float* x, int n) {
     Lanes worst = zero();
@@ -127,13 +127,11 @@ inline int greatest(const float* x, int n) {
     return -1;
 }
 
-// The sum of e^(values[i] - most) over n numbers, in eight chains joined as a tree.
-inline double weight_of(const double* values, int n, double most, double over) {
+// The sum of e^((value - most) / over) of n ids (0 … n - 1, or those in `among`) in their order, in eight chains joined as a
+// tree.
+inline double weight_of(const double* values, const int32_t* among, int n, double most, double over) {
     double chains[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    int i = 0;
-    for (; i + 8 <= n; i += 8)
-        for (int c = 0; c < 8; c++) chains[c] += exponential((values[i + c] - most) / over);
-    for (int c = 0; i < n; i++, c++) chains[c] += exponential((values[i] - most) / over);
+    for (int i = 0; i < n; i++) chains[i % 8] += exponential((values[among ? among[i] : i] - most) / over);
     return ((chains[0] + chains[4]) + (chains[2] + chains[6])) + ((chains[1] + chains[5]) + (chains[3] + chains[7]));
 }
 
@@ -197,7 +195,7 @@ void tell_logprobs(const float* logits, int vocab, const Sampling& s, int token,
         values[i] = logits[i];
         most = values[i] > most ? values[i] : most;
     }
-    const double total = logarithm(weight_of(values, vocab, most, 1.0));
+    const double total = logarithm(weight_of(values, nullptr, vocab, most, 1.0));
     s.top_logprobs[0] = (values[token] - most) - total;
     const int count = s.logprobs > 0 ? find_likeliest(values, nullptr, vocab, int(s.logprobs), ids) : 0;
     for (int i = 0; i < count; i++) {
@@ -263,19 +261,7 @@ int choose(const float* logits, int vocab, const Sampling& s, double* scratch) {
         sorted = true;
     }
     if (s.top_p < 1.0) {
-        // By id, whatever top_k left: the order of the sum must not depend on how they were found.
-        double total;
-        if (sorted) {
-            double chains[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            for (int i = 0; i < count; i++) chains[i % 8] += exponential((values[kept[i]] - most) / over);
-            total = ((chains[0] + chains[4]) + (chains[2] + chains[6])) + ((chains[1] + chains[5]) + (chains[3] + chains[7]));
-        } else if (among) {
-            double chains[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            for (int i = 0; i < count; i++) chains[i % 8] += exponential((values[among[i]] - most) / over);
-            total = ((chains[0] + chains[4]) + (chains[2] + chains[6])) + ((chains[1] + chains[5]) + (chains[3] + chains[7]));
-        } else {
-            total = weight_of(values, vocab, most, over);
-        }
+        const double total = weight_of(values, among, count, most, over);
         const double goal = s.top_p * total;
         int take = sorted ? count : 256;
         while (true) {
