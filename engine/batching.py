@@ -18,10 +18,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.chain import Chain, token_bytes
+from engine.layout import Seal
 from engine.lifecycle import SEQUENCE, SequenceEvent, SequenceState, advance
+from engine.messages import Cached
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from engine.ids import Incarnation, SequenceKey
     from engine.layout import PageTable
@@ -46,6 +49,8 @@ class Sequence:
     """Who decodes it after the prefill."""
     state: SequenceState
     log: list[int]
+    chain: Chain
+    """Of its full pages, as far as they are computed."""
     computed: int = 0
     pages: list[PageRef] = field(default_factory=list)
     running: bool = False
@@ -54,6 +59,14 @@ class Sequence:
     """To be dropped as soon as it does not run."""
     passed: int = 0
     """Steps in a row in which its client got no row while it was filling."""
+    seeks: bool = False
+    """It waits for the allocator's word on pages that are there, or on their way: nothing is computed."""
+    known: bool = False
+    """The allocator counts it as one that is being filled."""
+    taken: int = 0
+    """Granted pages that it took, since it last told the allocator of itself."""
+    cached: Cached = Cached()
+    """Tokens of its log whose pages were found."""
 
     @property
     def key(self) -> SequenceKey:
@@ -144,8 +157,10 @@ class BatchLimits(NamedTuple):
     """Rows of a step at most."""
 
 
-def plan_step(sequences: Iterable[Sequence], lease: Lease, table: PageTable, limits: BatchLimits) -> Plan:
-    """Choose the rows of the next step and open the pages that they need.
+def plan_step(
+    sequences: Iterable[Sequence], lease: Lease, table: PageTable, limits: BatchLimits, holds: memoryview
+) -> Plan:
+    """Choose the rows of the next step and open the pages that they need; `holds` is the worker's row.
 
     `sequences` come oldest first. Pages are opened only as tokens come. A sequence for which there
     is no page stands still in this step; whoever can go on with the rows it was dealt does.
@@ -156,7 +171,7 @@ def plan_step(sequences: Iterable[Sequence], lease: Lease, table: PageTable, lim
 
     def compute(sequence: Sequence, count: int) -> None:
         nonlocal budget, missing
-        room = _make_room(sequence, count, lease, table, limits.page_tokens)
+        room = _make_room(sequence, count, lease, table, holds)
         if room < count:
             missing += -(-(count - room) // limits.page_tokens)
             count = room
@@ -165,7 +180,7 @@ def plan_step(sequences: Iterable[Sequence], lease: Lease, table: PageTable, lim
             slices.append(Slice(sequence, sequence.computed, count, samples))
             budget -= count
 
-    runnable = [sequence for sequence in sequences if not sequence.doomed]
+    runnable = [sequence for sequence in sequences if not sequence.doomed and not sequence.seeks]
     decoding = [s for s in runnable if s.state is SequenceState.DECODE]
     for sequence in decoding[: limits.decode_slots]:
         compute(sequence, min(sequence.behind, budget))
@@ -217,23 +232,35 @@ def _portions(line: list[Sequence], rows: int) -> Iterator[tuple[Sequence, int]]
         rows -= count
 
 
-def _make_room(sequence: Sequence, count: int, lease: Lease, table: PageTable, page_tokens: int) -> int:
+def _make_room(sequence: Sequence, count: int, lease: Lease, table: PageTable, holds: memoryview) -> int:
     """Open the pages for `count` more positions, as far as leases go; the positions there is room for."""
+    page_tokens = table.page_tokens
     needed = -(-(sequence.computed + count) // page_tokens) - len(sequence.pages)
     for _ in range(min(needed, len(lease))):
         page = lease.take()
         key = sequence.key
+        holds[page.index] = 1
         table.open(page.index, key.request, key.choice, sequence.term, len(sequence.pages))
         sequence.pages.append(page)
     return len(sequence.pages) * page_tokens - sequence.computed
 
 
-def advance_sequence(piece: Slice, table: PageTable, page_tokens: int) -> list[PageRef]:
+def full_pages(plan: Plan, page_tokens: int) -> list[PageRef]:
+    """The pages that are full when the step is computed."""
+    full = []
+    for piece in plan.slices:
+        end = piece.start + piece.length
+        full += piece.sequence.pages[piece.start // page_tokens : end // page_tokens]
+    return full
+
+
+def advance_sequence(piece: Slice, table: PageTable, checksums: Mapping[int, int]) -> list[PageRef]:
     """Record that the rows of a slice were computed; returns the pages that became full.
 
-    Metadata is published here, before any token that depends on it is sent.
+    Metadata is published here, before any token that depends on it is sent. `checksums` are of the bytes
+    of full pages, by their indexes, as far as somebody computed them.
     """
-    sequence = piece.sequence
+    sequence, page_tokens = piece.sequence, table.page_tokens
     first = sequence.computed // page_tokens
     sequence.computed += piece.length
     sealed = []
@@ -242,18 +269,32 @@ def advance_sequence(piece: Slice, table: PageTable, page_tokens: int) -> list[P
         page = sequence.pages[block]
         table.fill(page.index, valid)
         if valid == page_tokens:
-            table.seal(page.index)
+            tokens = token_bytes(sequence.log[block * page_tokens : (block + 1) * page_tokens])
+            parent, key = sequence.chain.parent, sequence.chain.append(tokens)
+            table.seal(page.index, Seal(key, parent, tokens, checksums.get(page.index)))
             sealed.append(page)
     return sealed
 
 
+def chain_of(root: bytes, log: Iterable[int], filled: int, page_tokens: int) -> Chain:
+    """The chain of a log behind its full pages, as far as positions are filled."""
+    return Chain.resume(root, page_tokens, token_bytes(list(log)[: filled - filled % page_tokens]))
+
+
 def begin(
-    spec: SequenceSpec, term: int, decode: Incarnation, filled: int = 0, pages: Iterable[PageRef] = ()
+    spec: SequenceSpec,
+    term: int,
+    decode: Incarnation,
+    chain: Chain,
+    filled: int = 0,
+    pages: Iterable[PageRef] = (),
 ) -> Sequence:
     """A sequence that starts with nothing computed but the full pages that it shares."""
-    return Sequence(spec, term, decode, SequenceState.PREFILL, list(spec.log), filled, list(pages))
+    return Sequence(spec, term, decode, SequenceState.PREFILL, list(spec.log), chain, filled, list(pages))
 
 
-def adopt(spec: SequenceSpec, term: int, me: Incarnation, filled: int, pages: Iterable[PageRef]) -> Sequence:
+def adopt(
+    spec: SequenceSpec, term: int, me: Incarnation, chain: Chain, filled: int, pages: Iterable[PageRef]
+) -> Sequence:
     """A sequence that was handed over: it decodes from `filled` on."""
-    return Sequence(spec, term, me, SequenceState.DECODE, list(spec.log), filled, list(pages))
+    return Sequence(spec, term, me, SequenceState.DECODE, list(spec.log), chain, filled, list(pages))

@@ -68,17 +68,17 @@ class Chain:
     """The chain of one sequence as it grows, page by page.
 
     `pages` counts the pages so far, `parent` is the key of the last one, or the root: what the next page's
-    entry in the index is linked to.
+    entry in the index is linked to. A page has `page_bytes` of tokens.
     """
 
-    __slots__ = ("_hash", "_page_bytes", "pages", "parent")
+    __slots__ = ("_hash", "page_bytes", "pages", "parent")
 
     def __init__(self, root: bytes, page_tokens: int) -> None:
         if len(root) != KEY_BYTES:
             raise ValueError(f"a root has {KEY_BYTES} bytes, not {len(root)}")
         if page_tokens < 1:
             raise ValueError(f"a page holds at least one token, not {page_tokens}")
-        self._page_bytes = page_tokens * TOKEN_BYTES
+        self.page_bytes = page_tokens * TOKEN_BYTES
         self.pages = 0
         self.parent = root
         self._hash = _begin(root)
@@ -91,10 +91,10 @@ class Chain:
         """
         chain = cls(root, page_tokens)
         data = bytes(tokens)
-        chain.pages, half = divmod(len(data), chain._page_bytes)
+        chain.pages, half = divmod(len(data), chain.page_bytes)
         if half:
-            raise ValueError(f"{len(data)} bytes are not whole pages of {chain._page_bytes}")
-        size = CHUNK_PAGES * chain._page_bytes
+            raise ValueError(f"{len(data)} bytes are not whole pages of {chain.page_bytes}")
+        size = CHUNK_PAGES * chain.page_bytes
         whole = len(data) - len(data) % size
         for start in range(0, whole, size):
             chain.parent = page_key(chain.parent, data[start : start + size])
@@ -104,11 +104,18 @@ class Chain:
             chain.parent = chain._hash.digest()
         return chain
 
+    def copy(self) -> Chain:
+        """Another one that has come as far."""
+        other = Chain.__new__(Chain)
+        other.page_bytes, other.pages, other.parent = self.page_bytes, self.pages, self.parent
+        other._hash = self._hash.copy()
+        return other
+
     def append(self, tokens: bytes | memoryview) -> bytes:
         """The key of the next page, which holds these tokens. Raises ValueError unless it is a full page."""
         data = bytes(tokens)
-        if len(data) != self._page_bytes:
-            raise ValueError(f"{len(data)} bytes are not one page of {self._page_bytes}")
+        if len(data) != self.page_bytes:
+            raise ValueError(f"{len(data)} bytes are not one page of {self.page_bytes}")
         self._hash.update(data)
         self.parent = self._hash.digest()
         self.pages += 1

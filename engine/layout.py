@@ -39,30 +39,65 @@ class PageRecord(NamedTuple):
     valid: int
 
 
+class Seal(NamedTuple):
+    """What is published with a page that is full: what it holds, and how to tell that it still does."""
+
+    key: bytes
+    """The chain key of the tokens up to its end (`engine.chain`); zeros: it is never found by its tokens."""
+    parent: bytes
+    """The key of the page before it, or the root of the chain."""
+    tokens: bytes
+    """Its tokens, little-endian u32."""
+    checksum: int | None
+    """CRC-32 of its bytes; None when nobody computed one."""
+
+
+NO_KEY = bytes(16)
+
+
 class PageTable:
-    """Metadata of every page of a pool, 64 bytes a page.
+    """Metadata of every page of a pool: records, the tokens of full pages, and who holds which page.
 
         word 0   generation (32) | state (8)            stored last
         word 1   request
         word 2   choice (16) | term (32)
         word 3   block index in its sequence (32) | valid slots (32)
         word 4   owner ordinal (16) | owner epoch (32)
-        word 5   chain hash of the tokens up to the end of the page
-        word 6   checksum of the page's bytes, once sealed
-        word 7   origin: ordinal (16) | epoch (32) of the worker that first filled it
+        word 5,6 chain key of the tokens up to the end of the page, once sealed
+        word 7   origin: ordinal (16) | epoch (32) of the actor that first filled it
+        word 8   checksum of the page's bytes (32) | 1 << 32 when there is one, once sealed
+        word 9,10  chain key of the page before it, once sealed
+        then     [pages][page_tokens] u32: the tokens of a page, once sealed
+        then     [actors][2] words: the epoch whose row of holders follows, of an even and an odd one
+        then     [actors][2][pages] bytes: 1 where that incarnation of the actor holds the page
 
-    Single writer: the allocator while the page is FREE and when it leases or frees it, the
-    owning worker otherwise. A hand-over stores the new owner, by the new owner.
-    Words 5 and 6 stay 0 until the prefix cache fills them.
+    Single writer of a record: the allocator while the page is FREE and when it leases or frees it,
+    else the owner, who may write the page's bytes too until it is SEALED. A hand-over stores the new
+    owner, by the new owner. A row of holders is written by its own incarnation only, and cleared by the
+    allocator when that incarnation is proven gone; the next one has the other row. A page that has a
+    holder is not freed, so whoever takes a page over holds it before the one it comes from lets go.
     """
 
-    WORDS = 8
-    BYTES = WORDS * WORD
+    WORDS = 16
+    RECORD_BYTES = WORDS * WORD
 
-    def __init__(self, buffer: memoryview, pages: int, pool: int = 0) -> None:
-        self.words = buffer[: pages * self.BYTES].cast("B").cast("Q")
+    def __init__(self, buffer: memoryview, pages: int, page_tokens: int, actors: int, pool: int = 0) -> None:
+        records = pages * self.RECORD_BYTES
+        epochs = records + pages * page_tokens * 4
+        rows = epochs + 2 * actors * WORD
+        self.words = buffer[:records].cast("B").cast("Q")
+        self._tokens = buffer[records:epochs].cast("B")
+        self._epochs = buffer[epochs:rows].cast("B").cast("Q")
+        self._rows = buffer[rows : self.size(pages, page_tokens, actors)].cast("B")
         self.pages = pages
+        self.page_tokens = page_tokens
+        self.actors = actors
         self.pool = pool
+
+    @classmethod
+    def size(cls, pages: int, page_tokens: int, actors: int) -> int:
+        """Bytes of a table."""
+        return pages * (cls.RECORD_BYTES + 4 * page_tokens) + 2 * actors * (WORD + pages)
 
     def record(self, page: int) -> PageRecord:
         """Everything the metadata says of a page."""
@@ -82,12 +117,21 @@ class PageTable:
 
     def state(self, page: int) -> PageState:
         """The state alone."""
-        return PageState(self.words[page * self.WORDS] & 0xFF)
+        return STATES[self.words[page * self.WORDS] & 0xFF]
 
     def owner(self, page: int) -> Owner:
         """The owner alone."""
         word = self.words[page * self.WORDS + 4]
         return Owner(word >> 32, word & MASK32)
+
+    def origin(self, page: int) -> Owner:
+        """Who first filled it."""
+        word = self.words[page * self.WORDS + 7]
+        return Owner(word >> 32, word & MASK32)
+
+    def block(self, page: int) -> int:
+        """The block index alone."""
+        return self.words[page * self.WORDS + 3] >> 32
 
     def ref(self, page: int) -> PageRef:
         """The page's name in its present generation."""
@@ -104,13 +148,15 @@ class PageTable:
     def lease(self, page: int, owner: Owner) -> PageRef:
         """FREE → LEASED, by the allocator."""
         at = page * self.WORDS
-        self.words[at + 1] = self.words[at + 2] = self.words[at + 3] = 0
-        self.words[at + 4] = self.words[at + 7] = owner.ordinal << 32 | owner.epoch
+        words = self.words
+        words[at + 1] = words[at + 2] = words[at + 3] = 0
+        words[at + 5] = words[at + 6] = words[at + 8] = words[at + 9] = words[at + 10] = 0
+        words[at + 4] = words[at + 7] = owner.ordinal << 32 | owner.epoch
         self._move(page, PageEvent.LEASE)
         return self.ref(page)
 
     def open(self, page: int, request: int, choice: int, term: int, block: int) -> None:
-        """LEASED → OPEN, by the owning worker: the page becomes block `block` of a sequence."""
+        """LEASED → OPEN, by the owner: the page becomes block `block` of a sequence."""
         at = page * self.WORDS
         self.words[at + 1] = request
         self.words[at + 2] = choice << 32 | term
@@ -122,9 +168,30 @@ class PageTable:
         at = page * self.WORDS + 3
         self.words[at] = self.words[at] & ~MASK32 | valid
 
-    def seal(self, page: int) -> None:
-        """OPEN → SEALED, by the owning worker: all slots are valid, nobody writes it again."""
+    def seal(self, page: int, seal: Seal | None = None) -> None:
+        """OPEN → SEALED, by the owner: all slots are valid, nobody writes it again.
+
+        `seal` says what it holds; a page without one is nobody's but its holders'.
+        """
+        if seal is not None:
+            at, words = page * self.WORDS, self.words
+            words[at + 5 : at + 7] = memoryview(seal.key).cast("Q")
+            words[at + 9 : at + 11] = memoryview(seal.parent).cast("Q")
+            words[at + 8] = 0 if seal.checksum is None else seal.checksum | 1 << 32
+            size = 4 * self.page_tokens
+            self._tokens[page * size : (page + 1) * size] = seal.tokens
         self._move(page, PageEvent.SEAL)
+
+    def sealed(self, page: int) -> Seal:
+        """What a SEALED page was published with."""
+        at, size = page * self.WORDS, 4 * self.page_tokens
+        checksum = self.words[at + 8]
+        return Seal(
+            bytes(self.words[at + 5 : at + 7]),
+            bytes(self.words[at + 9 : at + 11]),
+            bytes(self._tokens[page * size : (page + 1) * size]),
+            checksum & MASK32 if checksum >> 32 else None,
+        )
 
     def adopt(self, page: int, owner: Owner, term: int) -> None:
         """Take a page over in a hand-over: term first, the owner (which makes it ours) last."""
@@ -139,10 +206,41 @@ class PageTable:
         generation = (self.words[at] >> 32) + 1 & MASK32
         self.words[at] = generation << 32 | state
 
+    def claim(self, owner: Owner) -> memoryview:
+        """A new incarnation takes a row of holders, empty: a byte a page, 1 where it holds the page."""
+        row = self._row(owner)
+        row[:] = bytes(self.pages)
+        self._epochs[self._row_number(owner)] = owner.epoch
+        return row
+
+    def holders(self, owner: Owner) -> memoryview | None:
+        """The row of an incarnation; None when it has none, or a later one has it."""
+        return self._row(owner) if self._epochs[self._row_number(owner)] == owner.epoch else None
+
+    def held(self, page: int) -> bool:
+        """Whether any incarnation holds the page, a dead one too as long as its row was not cleared."""
+        return any(self._rows[page :: self.pages])
+
+    def holding(self) -> list[Owner]:
+        """The incarnations that hold any page."""
+        rows = [Owner(number // 2, epoch) for number, epoch in enumerate(self._epochs) if epoch]
+        return [owner for owner in rows if any(self._row(owner))]
+
+    def _row_number(self, owner: Owner) -> int:
+        return owner.ordinal * 2 + owner.epoch % 2
+
+    def _row(self, owner: Owner) -> memoryview:
+        start = self._row_number(owner) * self.pages
+        return self._rows[start : start + self.pages]
+
     def _move(self, page: int, event: PageEvent) -> None:
         at = page * self.WORDS
         head = self.words[at]
-        self.words[at] = head & ~0xFF | advance(PAGE, PageState(head & 0xFF), event)
+        self.words[at] = head & ~0xFF | advance(PAGE, STATES[head & 0xFF], event)
+
+
+STATES = tuple(PageState)
+"""By their numbers: three times as fast as PageState(number)."""
 
 
 class LogRecord(NamedTuple):

@@ -51,6 +51,8 @@ class Roster(Message, frozen=True):
 
     version: tuple[int, int]
     members: tuple[Member, ...]
+    dying: tuple[Incarnation, ...] = ()
+    """Declared dead, but their processes are not known to be gone: a thread of theirs may still write."""
 
 
 class Drain(Message, frozen=True):
@@ -184,6 +186,8 @@ class SequenceSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tell the logprob of every token, and so many of the likeliest ids; None to tell none."""
     client: str = ""
     priority: int = 0
+    cache_salt: str = ""
+    """Pages are found again by requests of equal salt only."""
 
 
 class StartPrefill(Message, frozen=True):
@@ -204,6 +208,33 @@ class Cancel(Message, frozen=True):
     term: int
 
 
+class Cached(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of a log whose pages were found, by where they were."""
+
+    memory: int = 0
+    """Filled by the worker that takes them up, or by an earlier life of it."""
+    worker: int = 0
+    """Filled by another worker of the host."""
+    host: int = 0
+    """Fetched from another host for this request."""
+    file: int = 0
+    """Read from the tier below memory for this request."""
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return self.memory + self.worker + self.host + self.file
+
+    def plus(self, other: Cached) -> Cached:
+        """Both together."""
+        return Cached(
+            self.memory + other.memory,
+            self.worker + other.worker,
+            self.host + other.host,
+            self.file + other.file,
+        )
+
+
 class HandOver(Message, frozen=True):
     """prefill worker → decode worker: the block table of positions 0 … filled − 1."""
 
@@ -212,6 +243,7 @@ class HandOver(Message, frozen=True):
     spec: SequenceSpec
     filled: int
     pages: tuple[PageRef, ...]
+    cached: Cached = Cached()
 
 
 class HandOverAccepted(Message, frozen=True):
@@ -234,6 +266,8 @@ class TermAccepted(Message, frozen=True):
 
     key: SequenceKey
     term: int
+    cached: Cached = Cached()
+    """What of its log was found."""
 
 
 Finish = Literal["stop", "length"]
@@ -310,9 +344,132 @@ class LeaseReturned(Message, frozen=True):
 
 
 class PagesReleased(Message, frozen=True):
-    """worker → allocator: nobody needs these any more. A name of an older generation is ignored."""
+    """worker → allocator: I hold these no more. A name of an older generation is ignored."""
 
     pages: tuple[PageRef, ...]
+
+
+class PrefixWanted(Message, frozen=True):
+    """worker → allocator: which full pages of this log are there, or are on their way?
+
+    Said for every sequence that is to be filled, and again to a new allocator. The answer is
+    PrefixGranted, once or several times; until `PrefixFact` ends it the sequence counts as one that fills
+    the pages that it does not wait for, so that others with the same tokens may wait for them.
+    """
+
+    key: SequenceKey
+    term: int
+    root: bytes
+    """Of the chain of its pages (`engine.chain`)."""
+    tokens: bytes
+    """Little-endian u32, whole pages only, without the last token of the log."""
+    have: int
+    """Pages that are filled already."""
+    seeks: bool
+    """Whether it waits for an answer; else it fills them, whatever is there."""
+
+
+class PrefixGranted(Message, frozen=True):
+    """allocator → worker: these are the next pages of the log; hold them, then say so.
+
+    They are not freed until `PrefixFact` has said that they are taken.
+    """
+
+    key: SequenceKey
+    term: int
+    pages: tuple[PageRef, ...]
+    cached: Cached
+    more: bool
+    """Somebody fills the next one, or fetches it: wait. Else fill it."""
+
+
+class PrefixFact(Message, frozen=True):
+    """worker → allocator: how it stands with a prefix that was wanted."""
+
+    key: SequenceKey
+    term: int
+    taken: int
+    """Granted pages taken so far."""
+    filling: bool
+    """False: the sequence is filled, or dropped. Forget it."""
+
+
+class PageSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where pages may come from that are not in this host's memory."""
+
+    kind: Literal["file", "host"]
+    host: str = ""
+    """The name of the other host."""
+
+
+class PageWanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A page to be fetched, and the leased page where it goes."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    block: int
+    target: PageRef
+
+
+class FetchWanted(Message, frozen=True):
+    """allocator → replicator: bring these pages, in their order; they are one run of a chain.
+
+    The targets are leased to the replicator, which publishes in the page table what arrived whole.
+    """
+
+    ticket: int
+    source: PageSource
+    pages: tuple[PageWanted, ...]
+
+
+class FetchEnded(Message, frozen=True):
+    """replicator → allocator: the first `landed` of them are there and sealed, the others not."""
+
+    ticket: int
+    landed: int
+
+
+class SpillWanted(Message, frozen=True):
+    """allocator → replicator: keep these in the file; they are pinned until you have said how it went."""
+
+    pages: tuple[PageRef, ...]
+
+
+class SpillEnded(Message, frozen=True):
+    """replicator → allocator: these were written, or refused; either way they are not read any more."""
+
+    pages: tuple[PageRef, ...]
+
+
+class FileKeys(Message, frozen=True):
+    """replicator → allocator: what the file holds. `whole`: this is all of it, else the difference."""
+
+    added: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+    whole: bool
+
+
+class PinWanted(Message, frozen=True):
+    """gateway → allocator: keep the pages of this prefix, whatever the pressure. Said again to a new one.
+
+    An empty `tokens` lets go of the pin of that name.
+    """
+
+    name: str
+    salt: str
+    tokens: bytes
+    until: float
+    """Seconds of the host's monotonic clock; the pin is gone then."""
+
+
+class PinFact(Message, frozen=True):
+    """allocator → gateway: so many pages of the prefix are there and pinned."""
+
+    name: str
+    pages: int
+    refused: str = ""
+    """Why it is not pinned, else empty."""
 
 
 class PagesHeld(Message, frozen=True):
@@ -321,6 +478,8 @@ class PagesHeld(Message, frozen=True):
     leased: tuple[PageRef, ...]
     used: tuple[PageRef, ...]
     consumed: int
+    identity: str = ""
+    """What its keys and values depend on beside the tokens: equal ones share pages."""
 
 
 class PagesDoubted(Message, frozen=True):
@@ -346,6 +505,7 @@ class PoolFact(Message, frozen=True):
 
     total: int
     free: int
+    """Free, or cached and held by nobody: what can be leased."""
 
 
 class PoolExhausted(Message, frozen=True):
@@ -355,7 +515,7 @@ class PoolExhausted(Message, frozen=True):
 
 
 class PagesSealed(Message, frozen=True):
-    """worker → replicator: these will not change any more."""
+    """worker → allocator, replicator: these will not change any more; the page table says what they hold."""
 
     key: SequenceKey
     term: int
@@ -366,7 +526,7 @@ class PagesSealed(Message, frozen=True):
 
 Control: TypeAlias = Roster | Drain | Stop
 
-ToGateway: TypeAlias = Control | Place | Preempt | TermAccepted | StepTokens | SequenceLost
+ToGateway: TypeAlias = Control | Place | Preempt | TermAccepted | StepTokens | SequenceLost | PinFact
 ToScheduler: TypeAlias = Control | RequestFact | RequestEnded | WorkerFact | PoolFact | PoolExhausted
 ToWorker: TypeAlias = (
     Control
@@ -379,9 +539,24 @@ ToWorker: TypeAlias = (
     | LeaseRecall
     | PagesDoubted
     | FenceWanted
+    | PrefixGranted
 )
-ToAllocator: TypeAlias = Control | LeaseWanted | LeaseReturned | PagesReleased | PagesHeld | FencePassed
-ToReplicator: TypeAlias = Control | PagesSealed
+ToAllocator: TypeAlias = (
+    Control
+    | LeaseWanted
+    | LeaseReturned
+    | PagesReleased
+    | PagesHeld
+    | PagesSealed
+    | FencePassed
+    | PrefixWanted
+    | PrefixFact
+    | FetchEnded
+    | SpillEnded
+    | FileKeys
+    | PinWanted
+)
+ToReplicator: TypeAlias = Control | PagesSealed | FetchWanted | SpillWanted
 ToHealth: TypeAlias = Control | ProcessFacts | Suspicion
 ToLauncher: TypeAlias = Hello | Ready | Drained | Roster | Kill
 

@@ -9,9 +9,12 @@ one with both does the two in one batch. The life of a sequence here:
     HandOver ─────────────▶ DECODE
     StartPrefill, and a sibling of its request decodes here ──▶ DECODE, on the sibling's full pages
 
-Every page is released exactly once: by the worker that owns it when the last sequence that holds it
-ends there, whatever ended it (`engine.sharing` counts who holds it). While a step runs, its pages are
-not released: a cancelled sequence is doomed and dropped when the step returns.
+A prompt with whole pages first asks the allocator which of them are there (`PrefixWanted`): nothing of it
+is computed until the answer says that nobody else has them, or is about to.
+
+Every page that a sequence here holds is marked in the worker's row of holders, and released exactly once:
+when the last sequence here that holds it ends, whatever ended it (`engine.sharing` counts them). While a
+step runs, its pages are not released: a cancelled sequence is doomed and dropped when the step returns.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ from engine.batching import (
     adopt,
     advance_sequence,
     begin,
+    chain_of,
     plan_step,
 )
+from engine.chain import chain_root, token_bytes
 from engine.core import Send, Statistics
 from engine.layout import Owner, PageTable
 from engine.lifecycle import PageState, SequenceEvent, SequenceState
@@ -49,6 +54,9 @@ from engine.messages import (
     PagesHeld,
     PagesReleased,
     PagesSealed,
+    PrefixFact,
+    PrefixGranted,
+    PrefixWanted,
     Roster,
     SequenceLost,
     StartPrefill,
@@ -61,7 +69,7 @@ from engine.messages import (
 from engine.sharing import SharedPages, sibling_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from collections.abc import Sequence as Many
 
     from engine.ids import Incarnation, SequenceKey
@@ -78,6 +86,8 @@ class WorkerLimits(NamedTuple):
     step_tokens: int
     page_tokens: int
     lease_ahead: int
+    prefix_cache: bool = True
+    """Ask for the pages of prompts that are there already."""
 
 
 class Worker:
@@ -87,8 +97,11 @@ class Worker:
         self.me = me
         self.table = table
         self.limits = limits
+        self.identity = ""
+        """What keys and values depend on beside the tokens; set before the first sequence comes."""
         self.lease = Lease()
         self._owner = Owner(ordinal, me.epoch)
+        self._holds = table.claim(self._owner)
         self._batch = BatchLimits(limits.page_tokens, limits.decode_slots, limits.step_tokens)
         self._sequences: dict[tuple[SequenceKey, int], Sequence] = {}
         self._alive: set[Incarnation] = set()
@@ -97,6 +110,7 @@ class Worker:
         self._missing = 0
         self._running: Plan | None = None
         self._shared = SharedPages()
+        self._endings: list[Send] = []
         self.steps = 0
         self.tokens_out = 0
         self.tokens_filled = 0
@@ -143,6 +157,8 @@ class Worker:
             case PagesDoubted():
                 held = {*self.lease.held(), *self._used()}
                 return self._released([page for page in message.pages if page not in held])
+            case PrefixGranted():
+                return self._take_prefix(message)
             case FenceWanted():
                 if message.dead in self._alive:
                     self._fenced.add(message.dead)
@@ -160,7 +176,7 @@ class Worker:
         if not self._sequences:
             return None, self._go_idle()
         oldest_first = sorted(self._sequences.values(), key=lambda s: (s.spec.arrival, s.key))
-        plan = plan_step(oldest_first, self.lease, self.table, self._batch)
+        plan = plan_step(oldest_first, self.lease, self.table, self._batch, self._holds)
         self._missing = plan.missing
         sends = self._want_leases(plan.missing)
         if not plan.slices:
@@ -176,10 +192,12 @@ class Worker:
         tokens: Iterable[int],
         now: float,
         logprobs: Iterable[TokenLogprobs | None] = (),
+        checksums: Mapping[int, int] | None = None,
     ) -> list[Send]:
         """Take the step's tokens, one for each slice that samples, in order; −1 is a row at fault.
 
-        `logprobs` are empty or as many, for the sequences that ask for them.
+        `logprobs` are empty or as many, for the sequences that ask for them. `checksums` are of the bytes of
+        the pages that are full now, by their indexes.
         """
         assert plan is self._running, "not the step that is running"
         self._running = None
@@ -192,13 +210,15 @@ class Worker:
             sequence = piece.sequence
             sequence.running = False
             token, scored = next(sampled) if piece.samples else (None, None)
-            sealed = advance_sequence(piece, self.table, self.limits.page_tokens)
+            sealed = advance_sequence(piece, self.table, checksums or {})
             self.tokens_filled += piece.length
+            if sealed:
+                # Also of what is dropped now: somebody may wait for these, or come for them later.
+                news = PagesSealed(sequence.key, sequence.term, tuple(sealed))
+                sends += [Send("allocator", news), Send("replicator", news)]
             if sequence.doomed:
                 released += self._drop(sequence)
                 continue
-            if sealed:
-                sends.append(Send("replicator", PagesSealed(sequence.key, sequence.term, tuple(sealed))))
             if token is not None:
                 row = self._commit(sequence, token, scored)
                 if row is None:
@@ -242,33 +262,89 @@ class Worker:
             return [*sends, Send(source, SequenceLost(spec.key, message.term, "refused", detail))]
         pages = shared or ()
         filled = len(pages) * self.limits.page_tokens
-        sequence = begin(spec, message.term, message.decode, filled, pages)
+        chain = chain_of(self._root(spec), spec.log, filled, self.limits.page_tokens)
+        sequence = begin(spec, message.term, message.decode, chain, filled, pages)
         self._sequences[spec.key, message.term] = sequence
-        self._shared.share(pages)
+        self._hold(pages)
         self.positions_shared += filled
-        # What a sibling leaves to fill is less than a page and goes with the first sampled row. It is
-        # more when the choice comes back with tokens of its own: then it is filled in its turn.
-        at_once = self.limits.page_tokens if shared is not None else 1
-        if sequence.behind < at_once:
-            sends += self._offer(sequence)
-        return sends
+        if self.limits.prefix_cache and shared is None and self._whole_pages(sequence):
+            sequence.seeks = True
+            return [*sends, self._want_prefix(sequence)]
+        return [*sends, *self._offer_if_short(sequence)]
+
+    def _offer_if_short(self, sequence: Sequence) -> list[Send]:
+        """What found pages leave to fill goes with the first sampled row, if it is less than a page.
+
+        Where it is more it is filled in its turn like a prompt.
+        """
+        at_once = self.limits.page_tokens if sequence.pages else 1
+        return self._offer(sequence) if sequence.behind < at_once else []
+
+    def _root(self, spec: SequenceSpec) -> bytes:
+        return chain_root(self.identity, spec.cache_salt)
+
+    def _whole_pages(self, sequence: Sequence) -> int:
+        """Full pages of a log that others could have: its last token is always computed."""
+        return (len(sequence.spec.log) - 1) // self.limits.page_tokens
+
+    def _want_prefix(self, sequence: Sequence) -> Send:
+        """Ask for its pages, or, when it does not seek, say that it fills them."""
+        sequence.known, sequence.taken = True, 0
+        tokens = token_bytes(sequence.spec.log[: self._whole_pages(sequence) * self.limits.page_tokens])
+        have = sequence.computed // self.limits.page_tokens
+        wanted = PrefixWanted(
+            sequence.key, sequence.term, self._root(sequence.spec), tokens, have, sequence.seeks
+        )
+        return Send("allocator", wanted)
+
+    def _take_prefix(self, message: PrefixGranted) -> list[Send]:
+        sequence = self._sequences.get((message.key, message.term))
+        if sequence is None or not sequence.seeks:
+            # It was dropped meanwhile, and the allocator will hear of it.
+            return []
+        self._hold(message.pages)
+        sequence.pages += message.pages
+        sequence.computed = len(sequence.pages) * self.limits.page_tokens
+        sequence.taken += len(message.pages)
+        sequence.cached = sequence.cached.plus(message.cached)
+        sequence.seeks = message.more
+        taken = Send("allocator", PrefixFact(sequence.key, sequence.term, sequence.taken, True))
+        if sequence.seeks:
+            return [taken]
+        sequence.chain = chain_of(
+            self._root(sequence.spec), sequence.log, sequence.computed, self.limits.page_tokens
+        )
+        return [taken, *self._offer_if_short(sequence)]
+
+    def _end_filling(self, sequence: Sequence) -> list[Send]:
+        """It fills nothing any more: who waits for it shall not."""
+        if not sequence.known:
+            return []
+        sequence.known = sequence.seeks = False
+        return [Send("allocator", PrefixFact(sequence.key, sequence.term, sequence.taken, False))]
 
     def _offer(self, sequence: Sequence) -> list[Send]:
         """The prefill is done: decode it here, or offer it to the worker that will."""
+        ended = self._end_filling(sequence)
+        return [*ended, *self._hand_over(sequence)]
+
+    def _hand_over(self, sequence: Sequence) -> list[Send]:
         if sequence.decode == self.me:
             sequence.move(SequenceEvent.ADOPT)
             del self._sequences[sequence.key, sequence.term]
             sequence.term += 1
             self._sequences[sequence.key, sequence.term] = sequence
-            return [Send(sequence.spec.gateway, TermAccepted(sequence.key, sequence.term))]
+            accepted = TermAccepted(sequence.key, sequence.term, sequence.cached)
+            return [Send(sequence.spec.gateway, accepted)]
         if sequence.decode not in self._alive or sequence.decode in self._fenced:
             # Dead, or too new for this worker's roster: only the gateway can tell.
             detail = f"{sequence.decode} is not known here"
             lost = SequenceLost(sequence.key, sequence.term, "refused", detail)
             return [*self._give_up(sequence), Send(sequence.spec.gateway, lost)]
-        assert not any(page in self._shared for page in sequence.pages), "a sibling here reads these pages"
         sequence.move(SequenceEvent.OFFER)
-        message = HandOver(sequence.term + 1, sequence.spec, sequence.computed, tuple(sequence.pages))
+        message = HandOver(
+            sequence.term + 1, sequence.spec, sequence.computed, tuple(sequence.pages), sequence.cached
+        )
         return [Send(sequence.decode, message)]
 
     def _take_over(self, source: Incarnation, message: HandOver) -> list[Send]:
@@ -280,14 +356,19 @@ class Worker:
             self.pages_refused += 1
             return [Send(source, HandOverRefused(spec.key, message.term, reason))]
         sends = self._give_up_older(spec.key, message.term)
+        # Held before the other side lets go; what is sealed needs no owner.
+        self._hold(message.pages)
         for page in message.pages:
-            self.table.adopt(page.index, self._owner, message.term)
-        sequence = adopt(spec, message.term, self.me, message.filled, message.pages)
+            if self.table.state(page.index) is PageState.OPEN:
+                self.table.adopt(page.index, self._owner, message.term)
+        chain = chain_of(self._root(spec), spec.log, message.filled, self.limits.page_tokens)
+        sequence = adopt(spec, message.term, self.me, chain, message.filled, message.pages)
+        sequence.cached = message.cached
         self._sequences[spec.key, message.term] = sequence
         return [
             *sends,
             Send(source, HandOverAccepted(spec.key, message.term)),
-            Send(spec.gateway, TermAccepted(spec.key, message.term)),
+            Send(spec.gateway, TermAccepted(spec.key, message.term, message.cached)),
         ]
 
     def _why_not(self, source: Incarnation, message: HandOver) -> str | None:
@@ -308,10 +389,14 @@ class Worker:
 
     def _passed_on(self, source: Incarnation, message: HandOverAccepted) -> list[Send]:
         sequence = self._offered_to(source, message.key, message.term)
-        if sequence is not None:
-            sequence.move(SequenceEvent.PASS_ON)
-            del self._sequences[sequence.key, sequence.term]
-        return []
+        if sequence is None:
+            return []
+        sequence.move(SequenceEvent.PASS_ON)
+        del self._sequences[sequence.key, sequence.term]
+        full = sequence.computed // self.limits.page_tokens
+        # The open tail is the other's by now: it is not ours to release.
+        self._let_go(sequence.pages[full:])
+        return self._released(self._let_go(sequence.pages[:full]))
 
     def _refused(self, source: Incarnation, message: HandOverRefused) -> list[Send]:
         sequence = self._offered_to(source, message.key, message.term)
@@ -366,8 +451,9 @@ class Worker:
         """End a sequence here; returns its pages that no sibling holds."""
         sequence.move(SequenceEvent.DROP)
         del self._sequences[sequence.key, sequence.term]
+        self._endings += self._end_filling(sequence)
         pages, sequence.pages = sequence.pages, []
-        unheld = self._shared.let_go(pages)
+        unheld = self._let_go(pages)
         if not unheld:
             # The allocator may wait for what this one gives back: it hears that it was nothing.
             self._lease_said = None
@@ -379,13 +465,32 @@ class Worker:
         """Every page under a sequence, once."""
         return tuple({page: None for sequence in self._sequences.values() for page in sequence.pages})
 
+    def _hold(self, pages: Iterable[PageRef]) -> None:
+        """One more sequence here has these in its block table."""
+        for page in pages:
+            if self._holds[page.index]:
+                self._shared.share([page])
+            else:
+                self._holds[page.index] = 1
+
+    def _let_go(self, pages: Iterable[PageRef]) -> list[PageRef]:
+        """A sequence here has these no more; returns those that none has now."""
+        unheld = self._shared.let_go(pages)
+        for page in unheld:
+            self._holds[page.index] = 0
+        return unheld
+
     def _released(self, pages: list[PageRef]) -> list[Send]:
-        return [Send("allocator", PagesReleased(tuple(pages)))] if pages else []
+        """What the allocator is told when sequences were dropped: they are not filled, nor their pages held."""
+        endings, self._endings = self._endings, []
+        return [*endings, Send("allocator", PagesReleased(tuple(pages)))] if pages else endings
 
     def _introduce(self, allocator: Incarnation) -> list[Send]:
         self._lease_said = None
+        held = PagesHeld(self.lease.held(), self._used(), self.lease.consumed, self.identity)
         return [
-            Send(allocator, PagesHeld(self.lease.held(), self._used(), self.lease.consumed)),
+            Send(allocator, held),
+            *(self._want_prefix(sequence) for sequence in self._sequences.values() if sequence.known),
             *(self._want_leases(self._missing) if self._sequences else ()),
         ]
 
@@ -422,8 +527,14 @@ class Worker:
         self._shared.check([sequence.pages for sequence in self._sequences.values()], self.table)
         held = [*self._used(), *self.lease.held()]
         assert len(held) == len(set(held)), "a lease is in use"
+        marked = {page for page, holds in enumerate(self._holds) if holds}
+        assert marked == {page.index for page in self._used()}, "the row of holders is not what is held"
+        assert not self._endings
         for (key, term), sequence in self._sequences.items():
             assert (key, term) == (sequence.key, sequence.term)
+            assert not sequence.seeks or sequence.known
+            assert not sequence.known or sequence.state is SequenceState.PREFILL
+            assert sequence.seeks or sequence.chain.pages == sequence.computed // self.limits.page_tokens
             assert sequence.state is not SequenceState.GONE
             assert 0 <= sequence.computed <= len(sequence.log)
             assert sequence.running or len(sequence.pages) * self.limits.page_tokens >= sequence.computed

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from engine.allocator import Allocator
 from engine.core import Send
 from engine.ids import Incarnation, SequenceKey
-from engine.layout import PageTable, TokenLogArena
+from engine.layout import TokenLogArena
 from engine.ledger import Closed, Committed, Ledger, LedgerFull
 from engine.messages import Member, Roster
 from engine.sampling import GREEDY
 from engine.scheduler import Scheduler
 from engine.worker import Worker, WorkerLimits
+from tables import OldestFirst, page_table
 
 if TYPE_CHECKING:
     from engine.batching import Plan
@@ -68,7 +69,7 @@ class World:
         self.roles = roles
         self.names = ["scheduler", "allocator", "gateway", *roles]
         self.pages = pages
-        self.table = PageTable(memoryview(bytearray(pages * PageTable.BYTES)), pages)
+        self.table = page_table(pages, PAGE_TOKENS)
         self.arena = TokenLogArena(
             memoryview(bytearray(SLOTS * TokenLogArena.slot_bytes(CAPACITY))), SLOTS, CAPACITY
         )
@@ -97,7 +98,7 @@ class World:
         if name == "scheduler":
             core = Scheduler(PAGE_TOKENS)
         elif name == "allocator":
-            core = Allocator(self.table, {n: i for i, n in enumerate(self.names)})
+            core = Allocator(self.table, {n: i for i, n in enumerate(self.names)}, OldestFirst())
         elif name == "gateway":
             core = Ledger(me, ordinal, self.arena, range(SLOTS))
             adopted = {entry.key: entry for entries in core.adopted.values() for entry in entries}

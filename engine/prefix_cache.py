@@ -1,0 +1,172 @@
+"""The prefix cache of a pool: sealed pages that are found by their tokens, and which of them may go.
+
+    cached = pages in the index                     idle = cached, held by nobody, not pinned: may be leased anew
+    an idle page is cached and not `held`       only idle pages are evicted, in the policy's order
+    pins of a page = readers that are not its owners and have not let go of it, or run out
+
+A cached page may be held by any number of workers at once: it is never written again. What it holds is in
+the page table, so that all of this is rebuilt by a scan after the allocator died.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from engine.layout import NO_KEY
+from engine.lifecycle import PageState
+from engine.prefix_index import PrefixIndex, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from engine.core import Statistics
+    from engine.eviction import EvictionPolicy
+    from engine.layout import PageTable
+
+MOST_CUT = 1024
+
+
+class PrefixCache:
+    """The cached pages of one pool."""
+
+    def __init__(self, table: PageTable, policy: EvictionPolicy) -> None:
+        self.table = table
+        self.policy = policy
+        self.index = PrefixIndex(table.page_tokens)
+        self._idle: set[int] = set()
+        self._pins: Counter[int] = Counter()
+        self._cut: dict[bytes, None] = {}
+        self.evicted = 0
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __contains__(self, page: object) -> bool:
+        return page in self.index
+
+    @property
+    def idle(self) -> int:
+        """Pages that could be evicted."""
+        return len(self._idle)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether it could be evicted."""
+        return page in self._idle
+
+    # ── pages come and go ─────────────────────────────────────────────────────────────────────
+
+    def add(self, page: int, now: float) -> bool:
+        """Take a SEALED page in; False when it cannot be found by its tokens, or another page is."""
+        if page in self.index:
+            return True
+        seal = self.table.sealed(page)
+        if seal.key == NO_KEY or self.table.state(page) is not PageState.SEALED:
+            return False
+        if seal.parent in self._cut:
+            self._cut_at(seal.key)
+            return False
+        answer = self.index.insert(page, seal.key, seal.parent, seal.tokens)
+        if answer is Refused.COLLISION:
+            self._cut_at(seal.key)
+        if answer is not None:
+            return False
+        parent = self.index.find(seal.parent)
+        self.policy.added(page, seal.key, parent, self.table.block(page), now)
+        self.look(page)
+        return True
+
+    def _cut_at(self, key: bytes) -> None:
+        """Two prefixes share this key: what comes behind it is found for neither."""
+        self._cut[key] = None
+        if len(self._cut) > MOST_CUT:
+            del self._cut[next(iter(self._cut))]
+
+    def find(self, root: bytes, tokens: bytes, most: int, now: float) -> list[int]:
+        """The pages of the longest cached prefix, at most so many; they count as used."""
+        pages = self.index.lookup(root, tokens, most)
+        if pages:
+            self.policy.hit(pages, now)
+        return pages
+
+    def evict(self, count: int) -> list[int]:
+        """Forget so many idle pages, or as many as there are; the caller frees them."""
+        pages = self.coming(count)
+        for page in pages:
+            self.remove(page)
+        if len(pages) < count and self._idle:
+            # Their children are held, by sequences that filled the same pages beside these: no leaf is left.
+            rest = sorted(self._idle, key=self.table.block, reverse=True)[: count - len(pages)]
+            for page in rest:
+                self.remove(page)
+            pages += rest
+        self.evicted += len(pages)
+        return pages
+
+    def coming(self, count: int) -> list[int]:
+        """Pages that would be evicted next, at most so many; nothing changes."""
+        return self.policy.victims(count, self._idle.__contains__) if self._idle else []
+
+    def remove(self, page: int) -> None:
+        """It is in the cache no more."""
+        self.index.remove(page)
+        self.policy.removed(page)
+        self._idle.discard(page)
+
+    # ── who has them ──────────────────────────────────────────────────────────────────────────
+
+    def held(self, page: int) -> bool:
+        """Whether a worker holds the page, or a reader has pinned it."""
+        return page in self._pins or self.table.held(page)
+
+    def look(self, page: int) -> None:
+        """Who holds the page may have changed."""
+        if page in self.index:
+            if self.held(page):
+                self._idle.discard(page)
+            else:
+                self._idle.add(page)
+
+    def pin(self, pages: Iterable[int]) -> None:
+        """Keep these until `unpin`, once for each time."""
+        for page in pages:
+            self._pins[page] += 1
+            self._idle.discard(page)
+
+    def unpin(self, pages: Iterable[int]) -> list[int]:
+        """Let go; returns those that nobody has any more, cached or not."""
+        gone = []
+        for page in pages:
+            self._pins[page] -= 1
+            if self._pins[page] == 0:
+                del self._pins[page]
+                self.look(page)
+                if not self.table.held(page):
+                    gone.append(page)
+        return gone
+
+    # ── for people and tests ──────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        self.index.check()
+        self.policy.check()
+        assert all(count > 0 for count in self._pins.values())
+        for page in range(self.table.pages):
+            cached = page in self.index
+            # A page that is not held may not be idle yet: word of it is under way.
+            assert page not in self._idle or (cached and not self.held(page)), f"page {page} is not idle"
+            if cached:
+                assert self.table.state(page) is PageState.SEALED, f"cached page {page} is not sealed"
+                assert self.table.sealed(page)[:3] == (
+                    self.index.key_of(page),
+                    self.index.parent_of(page),
+                    self.index.tokens_of(page),
+                ), f"page {page} holds other tokens than the index says"
+
+    def statistics(self) -> Statistics:
+        return {
+            "pages_evicted": self.evicted,
+            "pages_pinned": len(self._pins),
+            **self.index.statistics(),
+            **self.policy.statistics(),
+        }
