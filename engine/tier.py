@@ -24,8 +24,6 @@ from engine.lifecycle import advance
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-KEY_BYTES = 16
-
 EVICT_AFTER_FAILURE = 64
 """Stores that take the place of another page after one that failed, before a free slot is tried again.
 
@@ -37,9 +35,9 @@ class TierPage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a page is: enough to find it, to compare it on a hit, and to know where it came from."""
 
     key: bytes
-    """16 bytes: the chain key of all tokens up to the end of the page."""
+    """The chain key of all tokens up to the end of the page (`engine.chain`)."""
     parent: bytes
-    """16 bytes: the chain key of all tokens before the page, the root's if there are none."""
+    """The key of the page before it, or the root of the chain."""
     tokens: bytes
     """The tokens of the page itself, u32 little endian. Whoever has a hit compares them."""
     origin: Incarnation

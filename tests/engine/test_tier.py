@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.chain import KEY_BYTES
 from engine.ids import Incarnation
-from engine.tier import EVICT_AFTER_FAILURE, KEY_BYTES, TierIndex, TierPage
+from engine.tier import EVICT_AFTER_FAILURE, TierIndex, TierPage
 
 ORIGIN = Incarnation("worker.0", 3)
 
