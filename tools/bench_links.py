@@ -16,6 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,15 +27,20 @@ import trio
 from engine.ids import Incarnation
 from engine.shapes import PageRef
 from transport.channel import Channel, decode_frame
-from transport.pages import PageCopy, PagePool, SharedMemoryPages
+from transport.page_client import PageParty
+from transport.page_fetch import PageFetcher
+from transport.page_push import PageSender
+from transport.page_server import PageServer
+from transport.pages import PageCopy, PageFetch, PagePool, PagePools, SharedMemoryPages
 from transport.segments import create_segment, map_segment, populate
-from transport.tcp_pages import PageReceiver, TcpPages
+from transport.tcp_pages import serve_tcp_pages, tcp_connector
 from transport.zeromq import ZeroMQNetwork
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from transport.link import Inbox
+    from transport.page_wire import PageName
 
 Kind = Literal["ipc", "tcp"]
 
@@ -41,9 +48,9 @@ MESSAGE = b"." * 204
 ROUND_TRIPS = 2000
 IN_FLIGHT = 50
 CHANNEL_MESSAGES = 50_000
-PAGE_BYTES = 368 * 1024
+PAGE_BYTES = 360 * 1024
 """16 tokens of SmolLM2-135M in 16 bits."""
-PAGES = 64
+PAGES = 100
 
 
 async def receive_some(inbox: Inbox) -> list[bytes]:
@@ -122,8 +129,37 @@ def channel_us() -> float:
     return (time.perf_counter() - start) / CHANNEL_MESSAGES * 1e6
 
 
+class Obliging:
+    """Gives and takes every page."""
+
+    def __init__(self, checksums: dict[PageRef, int]) -> None:
+        self._checksums = checksums
+
+    async def pin(self, names: Sequence[PageName]) -> list[bool]:
+        """All are there."""
+        return [True] * len(names)
+
+    def unpin(self, pages: Sequence[PageRef]) -> None:
+        """Nothing was pinned."""
+
+    def still_valid(self, page: PageRef) -> bool:
+        """Pages stay."""
+        return True
+
+    def checksum_of(self, page: PageRef) -> int | None:
+        """As recorded."""
+        return self._checksums.get(page)
+
+    def accepts(self, target: PageRef) -> bool:
+        """Everything is welcome."""
+        return True
+
+    def stored(self, target: PageRef) -> None:
+        """Nobody is told."""
+
+
 async def measure_pages() -> dict[str, float]:
-    """GB/s of page copies between pools, and over TCP on this host with both ends in this process."""
+    """GB/s of page copies between pools, and over TCP on this host with both ends in this thread."""
     segments = []
     for name in ("main", "standby"):
         fd = create_segment(name, PAGES * PAGE_BYTES)
@@ -131,37 +167,47 @@ async def measure_pages() -> dict[str, float]:
         os.close(fd)
         populate(segments[-1])
     source, target = (PagePool(number, segments[number].view, PAGE_BYTES) for number in (0, 1))
+    source.slot(PageRef(0, 0, 1))[:] = os.urandom(PAGE_BYTES)
     copies = [PageCopy(PageRef(0, index, 1), PageRef(1, index, 1)) for index in range(PAGES)]
+    fetches = [PageFetch(copy.source, bytes(16), copy.target) for copy in copies]
+    host = Obliging({copy.source: zlib.crc32(source.slot(copy.source)) for copy in copies})
 
-    async def serve(stream: trio.SocketStream) -> None:
-        await PageReceiver(stream, target, lambda _: True, lambda _: None).serve()
-
-    async def rate(transport: SharedMemoryPages | TcpPages) -> float:
-        rates = []
+    async def rate(name: str, copy: Callable[[], Awaitable[list[bool]]]) -> dict[str, float]:
+        rates, processor = [], []
         for _ in range(9):
-            start = time.perf_counter()
-            assert all(await transport.copy(copies))
+            start, busy = time.perf_counter(), time.process_time()
+            assert all(await copy())
             rates.append(PAGES * PAGE_BYTES / (time.perf_counter() - start) / 1e9)
-        return statistics.median(rates)
+            processor.append((time.process_time() - busy) / PAGES * 1e6)
+        return {
+            f"pages_{name}_gb_s": statistics.median(rates),
+            f"pages_{name}_cpu_us_a_page": statistics.median(processor),
+        }
 
-    shared = await rate(SharedMemoryPages(source, target, lambda _: True))
+    here, there = PageParty("bench", "here", 1), PageParty("bench", "there", 1)
+    shared = SharedMemoryPages(source, target, host.still_valid)
+    figures = await rate("shared_memory", lambda: shared.copy(copies))
+    giving = PageServer(here, PagePools(source), giver=host)
+    taking = PageServer(there, PagePools(target), taker=host)
     async with trio.open_nursery() as nursery:
-        listeners = await nursery.start(lambda task_status: serve_on_loopback(serve, task_status))
-        stream = await trio.open_tcp_stream("127.0.0.1", listeners[0].socket.getsockname()[1])
-        async with stream:
-            tcp = await rate(TcpPages(stream, source, lambda _: True))
+        connects = [
+            tcp_connector("127.0.0.1", await nursery.start(serve_tcp_pages, server, "127.0.0.1", 0))
+            for server in (giving, taking)
+        ]
+        fetcher = PageFetcher(connects[0], there, PagePools(target))
+        await nursery.start(fetcher.run)
+        figures |= await rate("tcp_pull", lambda: fetcher.fetch(fetches))
+        for name, checksum_of in (("tcp_push", host.checksum_of), ("tcp_push_unsealed", lambda _: None)):
+            sender = PageSender(
+                connects[1], here, PagePools(source), host.still_valid, checksum_of=checksum_of
+            )
+            await nursery.start(sender.run)
+            figures |= await rate(name, partial(sender.push, copies))
+        assert target.slot(PageRef(1, 0, 1)) == source.slot(PageRef(0, 0, 1))
         nursery.cancel_scope.cancel()
     for segment in segments:
         segment.close()
-    return {"pages_shared_memory_gb_s": shared, "pages_tcp_gb_s": tcp}
-
-
-async def serve_on_loopback(
-    handler: Callable[[trio.SocketStream], Awaitable[object]],
-    task_status: trio.TaskStatus[list[trio.SocketListener]],
-) -> None:
-    """Serve on a port that the system chooses."""
-    await trio.serve_tcp(handler, 0, host="127.0.0.1", task_status=task_status)
+    return figures
 
 
 def main(arguments: list[str] | None = None) -> int:

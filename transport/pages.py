@@ -5,10 +5,12 @@ So a transport copies first and then asks whether the page it read is still the 
 (`still_valid`, which compares generations in shared memory). Only then does it say True.
 
     SharedMemoryPages    between two pools mapped on this host
-    TcpPages             to another host, `transport.tcp_pages`
+    PageSender           to another host, `transport.page_push`
+    PageFetcher          from another host, `transport.page_fetch`: the one who wants pages asks for them
 
 Others (RDMA by NIXL, CUDA peer copies) fit the same protocol: register the pools when they are made,
-post one transfer a call, wait for its completion, check generations, answer page by page.
+post one transfer a call, wait for its completion, check generations, answer page by page. README.md
+says how they join the contract suite.
 """
 
 from __future__ import annotations
@@ -32,6 +34,15 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One page to copy, and the slot, leased by the caller, where it goes."""
 
     source: PageRef
+    target: PageRef
+
+
+class PageFetch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One page that another host has, and the slot, leased by the caller, where it goes."""
+
+    source: PageRef
+    key: bytes
+    """The page's chain key, 16 bytes: a page that has another one by now is not the one that is meant."""
     target: PageRef
 
 
@@ -69,6 +80,28 @@ class PagePool:
         return self._memory[start : start + self.page_bytes]
 
 
+class PagePools:
+    """The pools of a host that a transport reads or fills, by number; all have pages of one size."""
+
+    def __init__(self, *pools: PagePool) -> None:
+        self._pools = {pool.number: pool for pool in pools}
+        sizes = {pool.page_bytes for pool in pools}
+        if len(sizes) != 1 or len(self._pools) != len(pools):
+            raise ValueError(f"pools need one page size and a number each, not {sizes}, {[*self._pools]}")
+        [self.page_bytes] = sizes
+
+    def sizes(self) -> dict[int, int]:
+        """Pages of each pool, by its number."""
+        return {number: pool.pages for number, pool in self._pools.items()}
+
+    def slot(self, page: PageRef) -> memoryview:
+        """The bytes of the slot of a page; raises IndexError when there is no such pool or slot."""
+        pool = self._pools.get(page.pool)
+        if pool is None:
+            raise IndexError(f"there is no pool {page.pool}, only {sorted(self._pools)}")
+        return pool.slot(page)
+
+
 class SharedMemoryPages:
     """PageTransport between two pools that this process has mapped, as a main and a standby pool."""
 
@@ -81,16 +114,17 @@ class SharedMemoryPages:
 
     async def copy(self, copies: Sequence[PageCopy]) -> list[bool]:
         """Copy pages; see `PageTransport.copy`. Raises IndexError for a slot outside its pool."""
+        slots = [(self._source.slot(copy.source), self._target.slot(copy.target)) for copy in copies]
         await trio.lowlevel.checkpoint()
         whole = []
         copied = 0
-        for copy in copies:
+        for copy, (source, target) in zip(copies, slots, strict=True):
             if copied >= CHECKPOINT_BYTES:
                 copied = 0
                 await trio.lowlevel.checkpoint()
             valid = self._still_valid(copy.source)
             if valid:
-                self._target.slot(copy.target)[:] = self._source.slot(copy.source)
+                target[:] = source
                 copied += self._source.page_bytes
                 valid = self._still_valid(copy.source)
             whole.append(valid)
