@@ -4,28 +4,65 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import structlog
+import trio
+
 from actors.shell import Actor
 from engine.allocator import Allocator
+from engine.eviction import POLICIES
+from engine.ids import Incarnation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from actors.boot import World
     from engine.core import Statistics
-    from engine.ids import Incarnation
+    from engine.layout import Owner
     from engine.messages import Member, Message, ToAllocator
+
+log = structlog.get_logger()
+
+PROOF_S = 0.001
+"""How often the locks of a dead worker are tried until they tell that its threads are gone."""
+PROOF_SLOW_S = 0.05
+"""The same after a second: then it is the kernel that takes its time."""
 
 
 class AllocatorActor(Actor):
-    """Leases, releases, reclamation."""
+    """Leases, shared prefixes, releases, reclamation."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        ordinals = {actor.name: actor.ordinal for actor in self.boot.topology.actors()}
-        self.core = Allocator(self.page_table(), ordinals)
+        topology = self.boot.topology
+        self._names = {actor.ordinal: actor.name for actor in topology.actors()}
+        ordinals = {name: ordinal for ordinal, name in self._names.items()}
+        policy = POLICIES[topology.allocator.eviction]()
+        self.core = Allocator(self.page_table(), ordinals, policy, self._gone)
+        self._bereaved = trio.Event()
+
+    def _gone(self, owner: Owner) -> bool:
+        """Whether no thread of a dead incarnation can write any more: by its locks, or since it was reaped."""
+        proof = self.world.gone(owner.ordinal, owner.epoch)
+        if proof is not None:
+            return proof
+        return Incarnation(self._names[owner.ordinal], owner.epoch) not in self.dying
+
+    async def serve(self) -> None:
+        while True:
+            if not self.core.waits_for_proof:
+                await self._bereaved.wait()
+                self._bereaved = trio.Event()
+            began = trio.current_time()
+            while self.core.waits_for_proof:
+                waited = trio.current_time() - began
+                await trio.sleep(PROOF_S if waited < 1 else PROOF_SLOW_S)
+                self.send(self.core.tick(trio.current_time()))
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
         self.send(self.core.peers(up, down, now))
+        if self.core.waits_for_proof:
+            log.info("pages_quarantined", pages=self.core.census()["quarantined"])
+        self._bereaved.set()
 
     def handle(self, source: Incarnation, message: Message, now: float) -> None:
         self.send(self.core.handle(source, cast("ToAllocator", message), now))

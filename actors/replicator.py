@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import trio
 
-from actors.boot import POOL, STANDBY
+from actors.boot import POOL, POOL_NUMBER, STANDBY
 from actors.shell import Actor
 from engine.replication import ReplicationPlan
 from engine.shapes import PageRef
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from engine.messages import Member, Message, ToReplicator
     from transport.pages import PageTransport
 
-POOL_NUMBER = 0
 STANDBY_NUMBER = 1
 
 

@@ -54,7 +54,9 @@ class Actor(ABC):
 
     def page_table(self) -> PageTable:
         """The shared page metadata."""
-        return PageTable(self.world.segments[PAGE_TABLE], self.boot.topology.kv.pages)
+        topology, shape = self.boot.topology, self.boot.page_shape
+        segment = self.world.segments[PAGE_TABLE]
+        return PageTable(segment, topology.kv.pages, shape.tokens, len(topology.actors()))
 
     # ── what an actor is ──────────────────────────────────────────────────────────────────────
 
@@ -158,6 +160,11 @@ class Actor(ABC):
             await trio.sleep(BEAT_S)
 
     # ── the roster ────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def dying(self) -> tuple[Incarnation, ...]:
+        """Who was declared dead without its process being known to be gone."""
+        return () if self._roster is None else self._roster.dying
 
     def _take_roster(self, roster: Roster) -> None:
         if self._roster is not None and roster.version <= self._roster.version:

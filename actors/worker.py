@@ -9,13 +9,16 @@ import numpy as np
 import structlog
 import trio
 
-from actors.boot import POOL
+from actors.boot import POOL, POOL_NUMBER
 from actors.shell import Actor
+from engine.batching import full_pages
 from engine.ids import request_name
 from engine.messages import Cancel, HandOver, HandOverRefused, StartPrefill, TermAccepted
 from engine.worker import Worker, WorkerLimits
 from kernels.backend import Rows, TokenLog
 from kernels.sampling import forbidding
+from transport.checksum import checksum
+from transport.pages import PagePool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
     from engine.core import Send, Statistics
     from engine.ids import Incarnation
     from engine.messages import Member, Message, ToWorker
-    from kernels.backend import Backend
+    from engine.shapes import PageRef
+    from kernels.backend import Backend, StepResult
 
 log = structlog.get_logger()
 
@@ -48,8 +52,10 @@ class WorkerActor(Actor):
             step_tokens=table.step_tokens,
             page_tokens=self.boot.page_shape.tokens,
             lease_ahead=table.lease_ahead,
+            prefix_cache=self.boot.topology.allocator.prefix_cache,
         )
         self.core = Worker(self.me, self.boot.ordinal, self.page_table(), limits)
+        self._pages = PagePool(POOL_NUMBER, world.segments[POOL], self.boot.page_shape.page_bytes)
         self._news = trio.Event()
         self._busy_s = dict.fromkeys(PHASES, 0.0)
         self._steps = dict.fromkeys(PHASES, 0)
@@ -60,6 +66,7 @@ class WorkerActor(Actor):
     async def prepare(self) -> None:
         open_backend = partial(self.world.open_backend, self.boot, self.world.segments[POOL])
         self.backend = await self.world.compute(open_backend)
+        self.core.identity = f"{self.backend.numerics_id}:{self.boot.page_shape.tokens}"
         log.info("backend_opened", numerics_id=self.backend.numerics_id)
 
     async def serve(self) -> None:
@@ -71,14 +78,20 @@ class WorkerActor(Actor):
                 self._news = trio.Event()
                 continue
             began = trio.current_time()
-            result = await self.world.compute(
-                partial(self.backend.step, rows_of(plan, self.backend.config.vocab_size))
-            )
+            rows = rows_of(plan, self.backend.config.vocab_size)
+            full = full_pages(plan, self.boot.page_shape.tokens)
+            result, checksums = await self.world.compute(partial(self._compute, rows, full))
             now = trio.current_time()
             self._count(plan, now - began)
             if self._logs_steps:
                 log_step(plan, now - began)
-            self._tell(self.core.complete(plan, result.tokens.tolist(), now, result.logprobs))
+            tokens = result.tokens.tolist()
+            self._tell(self.core.complete(plan, tokens, now, result.logprobs, checksums))
+
+    def _compute(self, rows: Rows, full: Sequence[PageRef]) -> tuple[StepResult, dict[int, int]]:
+        """One step, and the checksums of the pages that it fills, while they are in the caches still."""
+        result = self.backend.step(rows)
+        return result, {page.index: checksum(self._pages.slot(page)) for page in full}
 
     def _count(self, plan: Plan, seconds: float) -> None:
         phase = phase_of(plan)

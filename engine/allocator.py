@@ -25,10 +25,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
-from engine.chain import Chain
+from engine.chain import Chain, chain_root
 from engine.core import Send, Statistics
+from engine.fetching import Fetch, FetchCosts, Missing
 from engine.filling import Filling, Fillings
-from engine.ids import Incarnation
+from engine.ids import Incarnation, SequenceKey
 from engine.layout import Owner, PageTable
 from engine.lifecycle import PageState
 from engine.messages import (
@@ -37,6 +38,7 @@ from engine.messages import (
     FencePassed,
     FenceWanted,
     FetchEnded,
+    FetchWanted,
     FileKeys,
     LeaseGranted,
     LeaseRecall,
@@ -44,8 +46,10 @@ from engine.messages import (
     LeaseWanted,
     PagesDoubted,
     PagesHeld,
+    PageSource,
     PagesReleased,
     PagesSealed,
+    PageWanted,
     PinFact,
     PinWanted,
     PoolExhausted,
@@ -55,6 +59,7 @@ from engine.messages import (
     PrefixWanted,
     Roster,
     SpillEnded,
+    SpillWanted,
     Stop,
 )
 from engine.prefix_cache import PrefixCache
@@ -63,10 +68,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from engine.eviction import EvictionPolicy
+    from engine.fetching import Kind
+    from engine.filling import FillingName
     from engine.messages import Member, ToAllocator
     from engine.shapes import PageRef
 
 WRITERS = ("worker", "replicator")
+
+PINNED_MOST = 0.5
+"""Of the pool, what clients may pin together."""
+
+SPILL_BELOW = 1 / 8
+"""Of the pool: when fewer pages are free, those that go next are kept in the file."""
+
+SPILLS_MOST = 16
+"""Pages that are being written to the file at once: they cannot be leased meanwhile."""
+
+FILE = PageSource("file")
 
 
 @dataclass(slots=True)
@@ -96,6 +114,14 @@ class LeaseAccount:
 
 
 @dataclass(slots=True)
+class Pin:
+    """Pages that a client wants kept."""
+
+    pages: list[int]
+    until: float
+
+
+@dataclass(slots=True)
 class Departed:
     """An incarnation that was declared dead, until its pages are nobody's."""
 
@@ -115,7 +141,7 @@ class Allocator:
         policy: EvictionPolicy,
         gone: Callable[[Owner], bool] = lambda owner: True,
     ) -> None:
-        """`gone(owner)`: whether every thread of a dead incarnation that could write is proven to have ended."""
+        """`gone(owner)`: whether every thread of a dead incarnation that could write has ended, by proof."""
         self.table = table
         self.cache = PrefixCache(table, policy)
         self._gone = gone
@@ -129,6 +155,15 @@ class Allocator:
         self._identities: dict[Incarnation, str] = {}
         self._departed: dict[Incarnation, Departed] = {}
         self._fillings = Fillings()
+        self._costs = FetchCosts()
+        self._fetches: dict[int, Fetch] = {}
+        self._ticket = 0
+        self._landed: dict[int, Kind] = {}
+        """Pages that came by the fetch that just ended, and from where."""
+        self._in_file: set[bytes] | None = None
+        """Keys of the pages that the file holds; None: there is no file, or nobody has said yet."""
+        self._spilling: set[PageRef] = set()
+        self._pins: dict[tuple[Incarnation, str], Pin] = {}
         self._found: set[Owner] = set()
         self._doubted: set[PageRef] = set()
         self._seen_roster = False
@@ -139,6 +174,8 @@ class Allocator:
         self.reclaimed = 0
         self.pages_hit = 0
         self.pages_awaited = 0
+        self.pages_fetched: dict[Kind, int] = {"file": 0, "host": 0}
+        self.pages_spilled = 0
         self._scan()
 
     def _scan(self) -> None:
@@ -166,10 +203,14 @@ class Allocator:
             self._seen_roster = True
             self._strangers = set(self._workers)
             alive = {Owner(member.ordinal, member.epoch) for member in up}
-            lost = [owner for owner in sorted(self._found) if owner not in alive and owner.ordinal in self._names]
+            lost = [
+                owner for owner in sorted(self._found) if owner not in alive and owner.ordinal in self._names
+            ]
             dead += [Incarnation(self._names[owner.ordinal], owner.epoch) for owner in lost]
         for writer in dead:
             sends += self._lose(writer)
+        for name in [name for name in self._pins if name[0] in down]:
+            self._unpin(self._pins.pop(name).pages)
         for departed in self._departed.values():
             departed.fences.difference_update(dead)
         workers = self._workers
@@ -230,16 +271,37 @@ class Allocator:
                     self._reclaim()
             case Roster() | Drain() | Stop():
                 return []
-            case FetchEnded() | SpillEnded() | FileKeys() | PinWanted():
-                return []
+            case FetchEnded():
+                sends = self._fetch_ended(message)
+            case SpillEnded():
+                ended = self._spilling & set(message.pages)
+                self._spilling -= ended
+                self._unpin(page.index for page in ended)
+                self.pages_spilled += len(ended)
+            case FileKeys():
+                if source in self._writers:
+                    known = set() if message.whole else self._in_file or set()
+                    self._in_file = (known - set(message.removed)) | set(message.added)
+            case PinWanted():
+                sends = self._pin(source, message, now)
             case _:
                 assert_never(message)
         return sends + self._grant()
 
     def tick(self, now: float) -> list[Send]:
-        """Look again for what nobody tells: whether the dead are gone. Due while `waits_for_proof`."""
+        """Look again for what nobody tells: whether the dead are gone, and what has run out.
+
+        Due while `waits_for_proof`, and at `deadline`.
+        """
         self._clock = now
-        return self._grant() if self._reclaim() else []
+        over = [name for name, pin in self._pins.items() if pin.until <= now]
+        for name in over:
+            self._unpin(self._pins.pop(name).pages)
+        return self._grant() if self._reclaim() or over else []
+
+    def deadline(self) -> float | None:
+        """When the next pin runs out."""
+        return min((pin.until for pin in self._pins.values()), default=None)
 
     @property
     def waits_for_proof(self) -> bool:
@@ -313,6 +375,12 @@ class Allocator:
             # Sealed and never announced: the next one with these tokens shall find it.
             if self.table.state(page) is PageState.SEALED and self.table.owner(page) == owner:
                 self.cache.add(page, self._clock)
+        if kind == "replicator":
+            self._in_file = None
+            self._unpin(page.index for page in self._spilling)
+            self._spilling.clear()
+        for ticket in [ticket for ticket, fetch in self._fetches.items() if fetch.name[0] == dead]:
+            self._unpin(self._fetches.pop(ticket).targets)
         sends: list[Send] = []
         for name in self._fillings.of(dead):
             sends += self._end_filling(name)
@@ -352,7 +420,8 @@ class Allocator:
         rest = tuple(
             self.table.ref(page)
             for page in range(self.table.pages)
-            if self.table.state(page) in (PageState.LEASED, PageState.OPEN) and self.table.owner(page) == owner
+            if self.table.state(page) in (PageState.LEASED, PageState.OPEN)
+            and self.table.owner(page) == owner
         )
         rest = tuple(page for page in rest if page not in held)
         self._doubted.update(rest)
@@ -367,7 +436,15 @@ class Allocator:
         self._fillings.end(name)
         size = 4 * self.table.page_tokens
         chain = Chain.resume(message.root, self.table.page_tokens, message.tokens[: message.have * size])
-        filling = Filling(name, message.tokens, chain, waits=message.seeks)
+        filling = Filling(
+            name,
+            message.tokens,
+            chain,
+            waits=message.seeks,
+            elsewhere=message.elsewhere,
+            elsewhere_pages=message.elsewhere_pages,
+            since=self._clock,
+        )
         if not message.seeks:
             self._fillings.put(filling)
             return []
@@ -379,7 +456,9 @@ class Allocator:
 
     def _answer(self, filling: Filling, found: list[int]) -> list[Send]:
         """Grant what was found, and say whether to wait for more or to fill the next page."""
+        fetches = [] if self._fillings.filled_by_another(filling) else self._fetch(filling)
         filling.waits = self._fillings.filled_by_another(filling)
+        filling.since = self._clock
         self.pages_hit += len(found)
         self.pages_awaited += filling.waits
         filling.granted += len(found)
@@ -388,17 +467,17 @@ class Allocator:
         refs = tuple(self.table.ref(page) for page in found)
         source, key, term = filling.name
         grant = PrefixGranted(key, term, refs, self._where_from(filling, found), filling.waits)
-        return [Send(source, grant)]
+        return [Send(source, grant), *fetches]
 
     def _where_from(self, filling: Filling, pages: Iterable[int]) -> Cached:
         """Tokens of the pages by where they were when this one asked."""
         mine = self._ordinals[filling.source.name]
-        memory = worker = 0
+        count: Counter[str] = Counter()
         for page in pages:
-            here = self.table.origin(page).ordinal == mine
-            memory, worker = memory + here, worker + (not here)
+            here = "memory" if self.table.origin(page).ordinal == mine else "worker"
+            count[self._landed.get(page, here)] += 1
         size = self.table.page_tokens
-        return Cached(memory * size, worker * size)
+        return Cached(*(count[where] * size for where in ("memory", "worker", "host", "file")))
 
     def _sealed(self, source: Incarnation, message: PagesSealed) -> list[Send]:
         last = -1
@@ -410,7 +489,10 @@ class Allocator:
         if filling is None or filling.waits:
             return []
         most = len(filling.tokens) // (4 * self.table.page_tokens)
-        return self._wake(self._fillings.advance(filling, min(last + 1, most)))
+        before, pages = filling.chain.pages, min(last + 1, most)
+        self._costs.fill.saw(pages - before, self._clock - filling.since)
+        filling.since = self._clock
+        return self._wake(self._fillings.advance(filling, pages))
 
     def _wake(self, waiters: Iterable[Filling]) -> list[Send]:
         """Those who waited look again; the first that finds nobody who goes on does so itself."""
@@ -452,8 +534,8 @@ class Allocator:
         del filling.pinned[:taken]
         return [] if message.filling else self._end_filling(name)
 
-    def _end_filling(self, name: tuple[Incarnation, object, int]) -> list[Send]:
-        filling, waiters = self._fillings.end(name)  # type: ignore[arg-type]
+    def _end_filling(self, name: FillingName) -> list[Send]:
+        filling, waiters = self._fillings.end(name)
         if filling is not None:
             self._unpin(filling.pinned)
         return self._wake(waiters)
@@ -462,6 +544,125 @@ class Allocator:
         for page in self.cache.unpin(pages):
             if page not in self.cache and self.table.state(page) is PageState.SEALED:
                 self._put_back(page)
+
+    # ── from below and beside ─────────────────────────────────────────────────────────────────
+
+    @property
+    def _replicator(self) -> Incarnation | None:
+        """The living replicator."""
+        return next((writer for writer, kind in self._writers.items() if kind == "replicator"), None)
+
+    def _fetch(self, filling: Filling) -> list[Send]:
+        """Have the next pages brought, if somebody has them and that is faster than to fill them."""
+        replicator = self._replicator
+        if replicator is None or not filling.next_page:
+            return []
+        wishes: tuple[tuple[Kind, PageSource | None], ...] = (("file", FILE), ("host", filling.elsewhere))
+        for kind, source in wishes:
+            pages = [] if source is None else self._missing(filling, kind)[: self._available]
+            if source is not None and self._costs.pays(kind, len(pages)):
+                return [self._start_fetch(replicator, filling, source, pages)]
+        return []
+
+    def _missing(self, filling: Filling, kind: Kind) -> list[Missing]:
+        """The pages from where a filling stands that a source has, one behind the other."""
+        if (kind == "file" and not self._in_file) or (kind == "host" and not filling.elsewhere_pages):
+            return []
+        pages: list[Missing] = []
+        chain = filling.chain.copy()
+        size = chain.page_bytes
+        while tokens := filling.tokens[chain.pages * size : (chain.pages + 1) * size]:
+            parent, block = chain.parent, chain.pages
+            key = chain.append(tokens)
+            if kind == "file" and self._in_file is not None and key not in self._in_file:
+                break
+            if kind == "host" and block >= filling.elsewhere_pages:
+                break
+            pages.append(Missing(key, parent, tokens, block))
+        return pages
+
+    def _start_fetch(
+        self, replicator: Incarnation, filling: Filling, source: PageSource, pages: list[Missing]
+    ) -> Send:
+        owner = self._owner(replicator)
+        targets = tuple(self._take(len(pages)))
+        refs = [self.table.lease(page, owner) for page in targets]
+        # Pinned, since what has arrived is nobody's until the fetch has ended.
+        self.cache.pin(targets)
+        self._ticket += 1
+        name = (replicator, SequenceKey(self._ticket, 0), 0)
+        end = (pages[-1].block + 1) * filling.chain.page_bytes
+        self._fillings.put(Filling(name, filling.tokens[:end], filling.chain.copy()))
+        self._fetches[self._ticket] = Fetch(name, source, tuple(pages), targets)
+        wanted = tuple(PageWanted(*page, ref) for page, ref in zip(pages, refs, strict=True))
+        return Send(replicator, FetchWanted(self._ticket, source, wanted))
+
+    def _fetch_ended(self, message: FetchEnded) -> list[Send]:
+        fetch = self._fetches.pop(message.ticket, None)
+        if fetch is None:
+            return []
+        kind = fetch.source.kind
+        landed = min(message.landed, len(fetch.targets))
+        for page in fetch.targets[:landed]:
+            self.cache.add(page, self._clock)
+            self._landed[page] = kind
+        if kind == "file" and self._in_file is not None:
+            self._in_file.difference_update(missing.key for missing in fetch.pages[landed:])
+        self._costs.fetch[kind].saw(landed, message.seconds)
+        self.pages_fetched[kind] += landed
+        if kind == "host" and landed < len(fetch.targets):
+            for filling in self._fillings:
+                if filling.elsewhere == fetch.source:
+                    # It has less than was thought: whoever asks it again would wait for nothing.
+                    filling.elsewhere_pages = min(filling.elsewhere_pages, fetch.pages[landed].block)
+        sends = self._end_filling(fetch.name)
+        self._landed.clear()
+        self._unpin(fetch.targets)
+        for page in fetch.targets[landed:]:
+            if self.table.state(page) is not PageState.FREE and page not in self.cache:
+                self._put_back(page)
+        return sends
+
+    def _spill(self) -> list[Send]:
+        """When pages become scarce, have those that go next written to the file before they go."""
+        replicator = self._replicator
+        room = SPILLS_MOST - len(self._spilling)
+        if replicator is None or self._in_file is None or room <= 0:
+            return []
+        if len(self._free) >= SPILL_BELOW * self.table.pages:
+            return []
+        known = self._in_file
+        pages = [p for p in self.cache.coming(SPILLS_MOST) if self.cache.index.key_of(p) not in known][:room]
+        if not pages:
+            return []
+        refs = tuple(self.table.ref(page) for page in pages)
+        self.cache.pin(pages)
+        self._spilling.update(refs)
+        return [Send(replicator, SpillWanted(refs))]
+
+    def _pin(self, source: Incarnation, message: PinWanted, now: float) -> list[Send]:
+        """Keep the cached pages of a prefix for a client of a gateway, or let go of them."""
+        name = (source, message.name)
+        before = self._pins.pop(name, None)
+        if before is not None:
+            self._unpin(before.pages)
+        if not message.tokens or message.until <= now:
+            return []
+        size = 4 * self.table.page_tokens
+        most = len(message.tokens) // size
+        found: list[int] = []
+        for identity in sorted(set(self._identities.values())):
+            root = chain_root(identity, message.salt)
+            pages = self.cache.find(root, message.tokens, most, now)
+            found = max(found, pages, key=len)
+        pinned = {page for pin in self._pins.values() for page in pin.pages}
+        limit = int(PINNED_MOST * self.table.pages)
+        if len(pinned | set(found)) > limit:
+            said = f"{len(pinned)} pages are pinned, {len(found)} more would pass the {limit} that may be"
+            return [Send(source, PinFact(message.name, 0, said))]
+        self.cache.pin(found)
+        self._pins[name] = Pin(found, message.until)
+        return [Send(source, PinFact(message.name, len(found)))]
 
     # ── leases ────────────────────────────────────────────────────────────────────────────────
 
@@ -478,6 +679,7 @@ class Allocator:
                 account.granted += len(pages)
                 sends.append(Send(worker, LeaseGranted(pages)))
         sends += self._relieve()
+        sends += self._spill()
         free = self._available
         step = max(1, self.table.pages // 64)
         if abs(free - self._told_free) >= step or (free == 0) != (self._told_free == 0):
@@ -489,6 +691,9 @@ class Allocator:
         """Recall spare leases for a starving worker; when there are none, the scheduler must preempt."""
         starving = next((worker for worker, account in self._accounts.items() if account.starving), None)
         if starving is None or self._available or self._departed or self._strangers:
+            return []
+        if self._fetches or self._spilling:
+            # What they hold comes back of itself, and whoever waits for them may be the one to give way.
             return []
         spare = [(worker, account) for worker, account in self._accounts.items() if account.spare]
         sends = []
@@ -552,5 +757,12 @@ class Allocator:
             "prefixes_filling": len(self._fillings),
             "pages_hit": self.pages_hit,
             "prefixes_awaited": self.pages_awaited,
+            "pages_fetching": sum(len(fetch.targets) for fetch in self._fetches.values()),
+            **{f"pages_from_{kind}": count for kind, count in self.pages_fetched.items()},
+            "pages_in_file": len(self._in_file or ()),
+            "pages_spilling": len(self._spilling),
+            "pages_spilled": self.pages_spilled,
+            "prefixes_pinned": len(self._pins),
+            **self._costs.statistics(),
             **self.cache.statistics(),
         }

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 MOST_PASSED = 8
+NOTHING_CACHED = Cached()
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +66,7 @@ class Sequence:
     """The allocator counts it as one that is being filled."""
     taken: int = 0
     """Granted pages that it took, since it last told the allocator of itself."""
-    cached: Cached = Cached()
+    cached: Cached = NOTHING_CACHED
     """Tokens of its log whose pages were found."""
 
     @property

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from engine.chain import Chain
     from engine.ids import Incarnation, SequenceKey
+    from engine.messages import PageSource
 
 FillingName = tuple["Incarnation", "SequenceKey", int]
 """The worker (or replicator), the choice of a request, and its term (or the ticket of a fetch)."""
@@ -44,8 +45,12 @@ class Filling:
     taken: int = 0
     pinned: list[int] = field(default_factory=list)
     """Pages granted and not known to be taken."""
-    brought: set[int] = field(default_factory=set)
-    """Pages that were fetched while it waited."""
+    elsewhere: PageSource | None = None
+    """Another host that may have some of its pages,"""
+    elsewhere_pages: int = 0
+    """and how many of them, from the first on."""
+    since: float = 0.0
+    """When it began to fill the page before which it stands."""
 
     @property
     def source(self) -> Incarnation:

@@ -1,9 +1,10 @@
 """The health monitor: who is alive in which epoch. It alone declares an incarnation dead.
 
-Launchers report their processes whole and whenever something changes; what was reported exited
-(its process reaped, so that no thread of it can write any more) is declared dead by leaving it out
-of the next roster. An actor whose heartbeat stands still for `deadline_s` is not declared dead: it
-is killed, stopped or not, and its exit is what declares it.
+Launchers report their processes whole and whenever something changes. Who is left out of the next roster
+is dead: what was reported exited, and what is killed, stopped or not, because its heart stood still for
+`deadline_s` or a peer suspects it. Others go on without it at once. It may still write until its process is
+gone, so it is listed as dying until its launcher says so: who owned what it wrote waits for that, or for
+proof of its own (`engine.allocator`).
 
 The monitor measures silence by its own turns, not by the wall clock alone: when the whole machine
 stood still (suspended, or starved of CPU), everybody gets the time back.
@@ -30,7 +31,6 @@ class Pulse:
 
     count: int
     silent_s: float = 0.0
-    killed: bool = False
 
 
 class HealthMonitor:
@@ -42,7 +42,10 @@ class HealthMonitor:
         self.tick_s = tick_s
         self._facts: dict[str, dict[Incarnation, ProcessFact]] = {}
         self._pulses: dict[Incarnation, Pulse] = {}
+        self._condemned: set[Incarnation] = set()
+        """Killed, and not known to have exited."""
         self._members: tuple[Member, ...] = ()
+        self._dying: tuple[Incarnation, ...] = ()
         self._version = 0
         self._last_tick: float | None = None
         self.deaths = 0
@@ -58,6 +61,13 @@ class HealthMonitor:
                 self._facts[source.name] = {
                     Incarnation(fact.name, fact.epoch): fact for fact in message.facts
                 }
+                running = {
+                    incarnation
+                    for facts in self._facts.values()
+                    for incarnation, fact in facts.items()
+                    if not fact.exited
+                }
+                self._condemned &= running
                 return self._declare()
             case Suspicion():
                 return self._kill(message.target, f"{source} says: {message.reason}")
@@ -84,30 +94,30 @@ class HealthMonitor:
 
     def _kill(self, target: Incarnation, reason: str) -> list[Send]:
         home = next((name for name, facts in self._facts.items() if target in facts), None)
-        pulse = self._pulses.setdefault(target, Pulse(0))
-        if home is None or pulse.killed or self._facts[home][target].exited:
+        if home is None or target in self._condemned or self._facts[home][target].exited:
             return []
-        pulse.killed = True
+        self._condemned.add(target)
         self.kills += 1
-        return [Send(home, Kill(target, reason))]
+        return [Send(home, Kill(target, reason)), *self._declare()]
 
     def _declare(self) -> list[Send]:
         members = tuple(
             Member(fact.name, fact.kind, fact.ordinal, fact.epoch, fact.endpoint, fact.ready)
             for facts in self._facts.values()
-            for fact in facts.values()
-            if not fact.exited and fact.endpoint
+            for incarnation, fact in facts.items()
+            if not fact.exited and fact.endpoint and incarnation not in self._condemned
         )
-        if members == self._members:
+        dying = tuple(sorted(self._condemned))
+        if members == self._members and dying == self._dying:
             return []
         before = {member.incarnation for member in self._members}
         alive = {member.incarnation for member in members}
         self.deaths += len(before - alive)
         for gone in [pulse for pulse in self._pulses if pulse not in alive]:
             del self._pulses[gone]
-        self._members = members
+        self._members, self._dying = members, dying
         self._version += 1
-        roster = Roster((self.me.epoch, self._version), members)
+        roster = Roster((self.me.epoch, self._version), members, dying)
         return [Send(launcher, roster) for launcher in self._facts]
 
     @property
@@ -118,6 +128,7 @@ class HealthMonitor:
     def check(self) -> None:
         names = [member.name for member in self._members]
         assert len(names) == len(set(names)), "two incarnations of one actor are alive"
+        assert not self._condemned & {member.incarnation for member in self._members}
 
     def statistics(self) -> Statistics:
         return {

@@ -349,6 +349,14 @@ class PagesReleased(Message, frozen=True):
     pages: tuple[PageRef, ...]
 
 
+class PageSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where pages may come from that are not in this host's memory."""
+
+    kind: Literal["file", "host"]
+    host: str = ""
+    """The name of the other host."""
+
+
 class PrefixWanted(Message, frozen=True):
     """worker → allocator: which full pages of this log are there, or are on their way?
 
@@ -367,6 +375,10 @@ class PrefixWanted(Message, frozen=True):
     """Pages that are filled already."""
     seeks: bool
     """Whether it waits for an answer; else it fills them, whatever is there."""
+    elsewhere: PageSource | None = None
+    """Another host that has some of them, as far as the scheduler knows, """
+    elsewhere_pages: int = 0
+    """and how many, from the first on."""
 
 
 class PrefixGranted(Message, frozen=True):
@@ -392,14 +404,6 @@ class PrefixFact(Message, frozen=True):
     """Granted pages taken so far."""
     filling: bool
     """False: the sequence is filled, or dropped. Forget it."""
-
-
-class PageSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where pages may come from that are not in this host's memory."""
-
-    kind: Literal["file", "host"]
-    host: str = ""
-    """The name of the other host."""
 
 
 class PageWanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -428,6 +432,8 @@ class FetchEnded(Message, frozen=True):
 
     ticket: int
     landed: int
+    seconds: float
+    """It took from the wish to here."""
 
 
 class SpillWanted(Message, frozen=True):

@@ -1,8 +1,8 @@
 """The prefix cache of a pool: sealed pages that are found by their tokens, and which of them may go.
 
-    cached = pages in the index                     idle = cached, held by nobody, not pinned: may be leased anew
-    an idle page is cached and not `held`       only idle pages are evicted, in the policy's order
-    pins of a page = readers that are not its owners and have not let go of it, or run out
+    cached   in the index
+    idle     cached, held by no worker and not pinned: only these are evicted, in the policy's order
+    pinned   so many readers that do not own it have not let go of it
 
 A cached page may be held by any number of workers at once: it is never written again. What it holds is in
 the page table, so that all of this is rebuilt by a scan after the allocator died.

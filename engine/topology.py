@@ -119,7 +119,13 @@ class SchedulerTable(_Table, frozen=True):
 
 
 class AllocatorTable(_Table, frozen=True):
-    """The allocator has nothing to set yet."""
+    """How pages are kept that no request holds."""
+
+    prefix_cache: bool = True
+    """Find the pages of prompts by their tokens; false computes every prompt anew."""
+    eviction: Literal["cost", "lru"] = "cost"
+    """Which cached pages go first: by what they cost and how likely they are wanted again, or the least
+    recently used."""
 
 
 class ReplicatorTable(_Table, frozen=True):

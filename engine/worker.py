@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Many
 
     from engine.ids import Incarnation, SequenceKey
-    from engine.messages import Member, ToWorker
+    from engine.messages import Member, SequenceSpec, ToWorker
     from engine.sampling import TokenLogprobs
     from engine.shapes import PageRef
 
@@ -481,7 +481,7 @@ class Worker:
         return unheld
 
     def _released(self, pages: list[PageRef]) -> list[Send]:
-        """What the allocator is told when sequences were dropped: they are not filled, nor their pages held."""
+        """What the allocator hears of dropped sequences: they are not filled, nor their pages held."""
         endings, self._endings = self._endings, []
         return [*endings, Send("allocator", PagesReleased(tuple(pages)))] if pages else endings
 

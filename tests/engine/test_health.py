@@ -113,9 +113,12 @@ def silent(core: HealthMonitor, turns: int, start: float = 0.0, turn: float = TI
     kills = []
     for n in range(1, turns + 1):
         now = start + n * turn
-        for send in core.tick({W: 7}, now):
-            assert isinstance(send.message, Kill)
-            assert (send.to, send.message.target) == ("launcher", W)
+        if sends := core.tick({W: 7}, now):
+            kill, roster = sends
+            assert isinstance(kill.message, Kill)
+            assert (kill.to, kill.message.target) == ("launcher", W)
+            assert isinstance(roster.message, Roster)
+            assert roster.message.dying == (W,)
             kills.append(now)
         core.check()
     return kills
@@ -128,7 +131,22 @@ def test_a_still_heart_is_killed_once_and_only_after_the_deadline() -> None:
     assert len(kills) == 1
     assert DEADLINE < kills[0] <= DEADLINE + 2 * TICK
     assert core.statistics()["kills"] == 1
-    assert core.alive, "only an exit declares it dead"
+    assert not core.alive, "others go on without it at once"
+
+
+def test_who_is_killed_is_dying_until_its_exit_is_reported() -> None:
+    core = monitor()
+    tell(core, fact(), fact("other"))
+    [_, declared] = core.handle(LAUNCHER, Suspicion(W, "it is silent"), 0.0)
+    assert isinstance(declared.message, Roster)
+    assert [member.name for member in declared.message.members] == ["other"]
+    assert declared.message.dying == (W,)
+    assert tell(core, fact(), fact("other")) == [], "it has not exited yet, and is not alive again"
+    [reaped] = tell(core, fact(exited=True), fact("other"))
+    assert isinstance(reaped.message, Roster)
+    assert reaped.message.dying == ()
+    assert reaped.message.members == declared.message.members
+    core.check()
 
 
 def test_a_beat_starts_the_silence_again() -> None:
@@ -164,7 +182,8 @@ def test_the_next_incarnation_has_a_heart_of_its_own() -> None:
     second = Incarnation("w", 2)
     assert core.tick({second: 7}, 11.0) == []
     later = [send for n in range(12, 30) for send in core.tick({second: 7}, float(n))]
-    assert [send.message.target for send in later] == [second]  # type: ignore[attr-defined]
+    kills = [send.message.target for send in later if isinstance(send.message, Kill)]
+    assert kills == [second]
 
 
 def test_who_exited_is_not_killed() -> None:
@@ -202,7 +221,7 @@ def test_a_suspicion_kills_once_and_says_why() -> None:
     core = monitor()
     tell(core, fact())
     source = Incarnation("gateway", 4)
-    [send] = core.handle(source, Suspicion(W, "it does not take its messages"), 0.0)
+    [send, _] = core.handle(source, Suspicion(W, "it does not take its messages"), 0.0)
     assert send == Send("launcher", Kill(W, "gateway@4 says: it does not take its messages"))
     assert core.handle(source, Suspicion(W, "again"), 0.0) == []
     assert silent(core, 20) == []
