@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import page_table
 
 from engine.batching import (
     MOST_PASSED,
@@ -12,20 +15,32 @@ from engine.batching import (
     Lease,
     Plan,
     Sequence,
-    adopt,
     advance_sequence,
-    begin,
+    chain_of,
     deal_rows,
+    full_pages,
     plan_step,
 )
+from engine.batching import (
+    adopt as adopt_with_chain,
+)
+from engine.batching import (
+    begin as begin_with_chain,
+)
+from engine.chain import chain_root, page_keys, token_bytes
 from engine.ids import Incarnation, SequenceKey
-from engine.layout import Owner, PageTable
+from engine.layout import Owner, Seal
 from engine.lifecycle import PageState, SequenceEvent
 from engine.messages import SequenceSpec
 from engine.sampling import GREEDY
 from engine.shapes import PageRef
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 PAGE = 4
+ROOT = chain_root("model", "salt")
+OWNER = Owner(5, 1)
 ME = Incarnation("w", 1)
 GATEWAY = Incarnation("front", 1)
 
@@ -45,32 +60,49 @@ def spec(number: int, length: int, client: str = "", priority: int = 0) -> Seque
     )
 
 
+def begin(
+    asked: SequenceSpec, term: int, decode: Incarnation, filled: int = 0, pages: Iterable[PageRef] = ()
+) -> Sequence:
+    chain = chain_of(ROOT, asked.log, filled, PAGE)
+    return begin_with_chain(asked, term, decode, chain, filled, pages)
+
+
+def adopt(asked: SequenceSpec, term: int, me: Incarnation, filled: int, pages: Iterable[PageRef]) -> Sequence:
+    chain = chain_of(ROOT, asked.log, filled, PAGE)
+    return adopt_with_chain(asked, term, me, chain, filled, pages)
+
+
 class Bench:
     """A table and leased pages for one worker."""
 
     def __init__(self, pages: int = 200, leased: int | None = None) -> None:
-        self.table = PageTable(memoryview(bytearray(pages * PageTable.BYTES)), pages)
+        self.table = page_table(pages, PAGE)
+        self.holds = self.table.claim(OWNER)
         self.lease = Lease()
         self.next = 0
         self.grant(pages if leased is None else leased)
 
     def grant(self, count: int) -> None:
-        self.lease.add([self.table.lease(self.next + n, Owner(5, 1)) for n in range(count)])
+        self.lease.add([self.table.lease(self.next + n, OWNER) for n in range(count)])
         self.next += count
 
     def plan(self, sequences: list[Sequence], step_tokens: int = 6, decode_slots: int = 8) -> Plan:
-        return plan_step(sequences, self.lease, self.table, BatchLimits(PAGE, decode_slots, step_tokens))
+        limits = BatchLimits(PAGE, decode_slots, step_tokens)
+        return plan_step(sequences, self.lease, self.table, limits, self.holds)
 
     def run(self, plan: Plan) -> list[PageRef]:
         """Compute a plan; what it sealed."""
         sealed: list[PageRef] = []
+        full = full_pages(plan, PAGE)
+        checksums = {page.index: 1000 + page.index for page in full}
         for piece in plan.slices:
             assert piece.length > 0
             assert piece.start == piece.sequence.computed, "a gap or a repetition"
             assert piece.start + piece.length <= len(piece.sequence.pages) * PAGE, "no page under a row"
-            sealed += advance_sequence(piece, self.table, PAGE)
+            sealed += advance_sequence(piece, self.table, checksums)
             if piece.samples:
                 piece.sequence.log.append(0)
+        assert sealed == full, "what is full when the step is computed was known before"
         return sealed
 
 
@@ -140,10 +172,50 @@ def test_pages_are_sealed_once_when_all_their_slots_are_valid(length: int, step_
         sealed += bench.run(bench.plan([sequence], step_tokens))
         assert sealed == sequence.pages[: sequence.computed // PAGE]
         for block, page in enumerate(sequence.pages):
+            assert bench.holds[page.index] == 1, "held before anything is written"
             record = bench.table.record(page.index)
             assert (record.request, record.term, record.block) == (1, 7, block)
             assert record.valid == min(PAGE, sequence.computed - block * PAGE)
             assert record.state is (PageState.SEALED if record.valid == PAGE else PageState.OPEN)
+
+
+@given(st.integers(1, 90), st.integers(1, 40), st.integers(0, 9))
+def test_what_a_page_is_sealed_with_tells_what_it_holds(length: int, step_tokens: int, more: int) -> None:
+    """Whatever the chunks; generated tokens, too."""
+    bench = Bench()
+    sequence = begin(spec(1, length), 7, ME)
+    while sequence.computed < sequence.end:
+        bench.run(bench.plan([sequence], step_tokens))
+    sequence.move(SequenceEvent.ADOPT)
+    for _ in range(more):
+        bench.run(bench.plan([sequence], step_tokens))
+    full = sequence.computed // PAGE
+    tokens = token_bytes(sequence.log[: full * PAGE])
+    keys = page_keys(ROOT, tokens, PAGE)
+    for block, page in enumerate(sequence.pages[:full]):
+        parent = keys[block - 1] if block else ROOT
+        own = tokens[4 * PAGE * block : 4 * PAGE * (block + 1)]
+        assert bench.table.sealed(page.index) == Seal(keys[block], parent, own, 1000 + page.index)
+    assert (sequence.chain.pages, sequence.chain.parent) == (full, keys[-1] if keys else ROOT)
+
+
+def test_a_page_whose_bytes_nobody_summed_has_no_checksum() -> None:
+    bench = Bench()
+    sequence = begin(spec(1, 9), 1, ME)
+    [piece] = bench.plan([sequence], step_tokens=8).slices
+    first, second = advance_sequence(piece, bench.table, {sequence.pages[1].index: 0})
+    assert bench.table.sealed(first.index).checksum is None
+    assert bench.table.sealed(second.index).checksum == 0
+
+
+def test_what_seeks_computes_nothing() -> None:
+    bench = Bench()
+    seeking, other = begin(spec(1, 9), 1, ME), begin(spec(2, 5), 1, ME)
+    seeking.seeks = True
+    plan = bench.plan([seeking, other], step_tokens=8)
+    assert [(piece.sequence.key.request, piece.length) for piece in plan.slices] == [(2, 4)]
+    assert seeking.pages == []
+    assert bench.plan([seeking]) == Plan((), 0), "and nothing is missing for it"
 
 
 # ── many sequences ────────────────────────────────────────────────────────────────────────────

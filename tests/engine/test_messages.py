@@ -55,7 +55,7 @@ def instances(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
 @pytest.mark.parametrize(
     ("kind", "message"), EVERY_PAIR, ids=lambda x: x if isinstance(x, str) else x.__name__
 )
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_every_message_comes_back_from_bytes(kind: str, message: type[Message], data: st.DataObject) -> None:
     sent = data.draw(instances(message))
@@ -91,7 +91,7 @@ def test_every_message_of_the_file_has_a_receiver() -> None:
 
 
 @pytest.mark.parametrize("kind", UNIONS)
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_a_message_for_somebody_else_is_refused(kind: str, data: st.DataObject) -> None:
     foreign = data.draw(st.sampled_from([message for message in ALL if message not in UNIONS[kind]]))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tables import page_table
 
 from engine.ids import Incarnation, SequenceKey
 from engine.layout import Owner, PageTable
@@ -23,7 +24,7 @@ PAGES = 8
 
 
 def table() -> PageTable:
-    return PageTable(memoryview(bytearray(PAGES * PageTable.BYTES)), PAGES)
+    return page_table(PAGES)
 
 
 def sealed(pages: PageTable, page: int) -> PageRef:
