@@ -200,5 +200,6 @@ class PageFile:
             "direct": int(self.direct),
             "writing": len(self._writing),
             "reading": sum(self._reading.values()),
+            "waiting": self._limiter.statistics().tasks_waiting,
             **self._counts,
         }

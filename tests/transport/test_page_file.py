@@ -333,24 +333,17 @@ async def test_what_has_begun_is_seen_through(file: PageFile, monkeypatch: pytes
 
 
 async def test_operations_are_bounded_and_overlap(file: PageFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting = threading.Barrier(PARALLEL)
-    at_once, most = 0, 0
-    lock = threading.Lock()
+    entered, go_on = threading.Semaphore(0), threading.Event()
     preadv = os.preadv
-    for slot in range(SLOTS):
+    for slot in range(3):
         assert await write(file, slot, slot + 1)
 
-    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
-        nonlocal at_once, most
-        with lock:
-            at_once += 1
-            most = max(most, at_once)
-        meeting.wait(10)  # nobody goes on before PARALLEL are here
-        with lock:
-            at_once -= 1
+    def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
+        entered.release()
+        assert go_on.wait(10)
         return preadv(fd, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(os, "preadv", slow)
     results: list[bool] = []
 
     async def reader(slot: int) -> None:
@@ -360,8 +353,14 @@ async def test_operations_are_bounded_and_overlap(file: PageFile, monkeypatch: p
         async with trio.open_nursery() as nursery:
             for i in range(2 * PARALLEL):
                 nursery.start_soon(reader, i % 3)
+            for _ in range(PARALLEL):
+                await trio.to_thread.run_sync(entered.acquire)
+            statistics = file.statistics()
+            assert (statistics["reading"], statistics["waiting"]) == (2 * PARALLEL, PARALLEL)
+            assert not entered.acquire(blocking=False)
+            go_on.set()
     assert results == [True] * 2 * PARALLEL
-    assert most == PARALLEL
+    assert file.statistics()["waiting"] == 0
 
 
 async def test_a_call_that_waits_for_its_turn_can_be_cancelled(file: PageFile) -> None:
