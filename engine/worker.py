@@ -93,13 +93,25 @@ class WorkerLimits(NamedTuple):
 class Worker:
     """The sequences of one worker and the pages under them."""
 
-    def __init__(self, me: Incarnation, ordinal: int, table: PageTable, limits: WorkerLimits) -> None:
+    def __init__(
+        self,
+        me: Incarnation,
+        ordinal: int,
+        table: PageTable,
+        limits: WorkerLimits,
+        *,
+        allocator: str = "allocator",
+        replicator: str = "replicator",
+    ) -> None:
+        """`allocator`, `replicator`: the names of those of this worker's host."""
         self.me = me
         self.table = table
         self.limits = limits
         self.identity = ""
         """What keys and values depend on beside the tokens; set before the first sequence comes."""
         self.lease = Lease()
+        self._allocator = allocator
+        self._replicator = replicator
         self._owner = Owner(ordinal, me.epoch)
         self._holds = table.claim(self._owner)
         self._batch = BatchLimits(limits.page_tokens, limits.decode_slots, limits.step_tokens)
@@ -130,7 +142,7 @@ class Worker:
             if member.kind == "scheduler":
                 fact = WorkerFact(self.limits.prefill_slots, self.limits.decode_slots)
                 sends.append(Send(member.incarnation, fact))
-            elif member.kind == "allocator":
+            elif member.name == self._allocator:
                 sends += self._introduce(member.incarnation)
         return sends
 
@@ -215,7 +227,7 @@ class Worker:
             if sealed:
                 # Also of what is dropped now: somebody may wait for these, or come for them later.
                 news = PagesSealed(sequence.key, sequence.term, tuple(sealed))
-                sends += [Send("allocator", news), Send("replicator", news)]
+                sends += [Send(self._allocator, news), Send(self._replicator, news)]
             if sequence.doomed:
                 released += self._drop(sequence)
                 continue
@@ -295,7 +307,7 @@ class Worker:
         wanted = PrefixWanted(
             sequence.key, sequence.term, self._root(sequence.spec), tokens, have, sequence.seeks
         )
-        return Send("allocator", wanted)
+        return Send(self._allocator, wanted)
 
     def _take_prefix(self, message: PrefixGranted) -> list[Send]:
         sequence = self._sequences.get((message.key, message.term))
@@ -308,7 +320,7 @@ class Worker:
         sequence.taken += len(message.pages)
         sequence.cached = sequence.cached.plus(message.cached)
         sequence.seeks = message.more
-        taken = Send("allocator", PrefixFact(sequence.key, sequence.term, sequence.taken, True))
+        taken = Send(self._allocator, PrefixFact(sequence.key, sequence.term, sequence.taken, True))
         if sequence.seeks:
             return [taken]
         sequence.chain = chain_of(
@@ -321,7 +333,7 @@ class Worker:
         if not sequence.known:
             return []
         sequence.known = sequence.seeks = False
-        return [Send("allocator", PrefixFact(sequence.key, sequence.term, sequence.taken, False))]
+        return [Send(self._allocator, PrefixFact(sequence.key, sequence.term, sequence.taken, False))]
 
     def _offer(self, sequence: Sequence) -> list[Send]:
         """The prefill is done: decode it here, or offer it to the worker that will."""
@@ -483,7 +495,7 @@ class Worker:
     def _released(self, pages: list[PageRef]) -> list[Send]:
         """What the allocator hears of dropped sequences: they are not filled, nor their pages held."""
         endings, self._endings = self._endings, []
-        return [*endings, Send("allocator", PagesReleased(tuple(pages)))] if pages else endings
+        return [*endings, Send(self._allocator, PagesReleased(tuple(pages)))] if pages else endings
 
     def _introduce(self, allocator: Incarnation) -> list[Send]:
         self._lease_said = None
@@ -499,9 +511,9 @@ class Worker:
         self._missing = 0
         said, sends = self._lease_said, []
         if len(self.lease):
-            sends = [self._return_leases("allocator", 0, keep=0)]
+            sends = [self._return_leases(self._allocator, 0, keep=0)]
         elif said != (self.lease.consumed, 0, 0):
-            sends = [Send("allocator", LeaseWanted(self.lease.consumed, 0, 0))]
+            sends = [Send(self._allocator, LeaseWanted(self.lease.consumed, 0, 0))]
         self._lease_said = (self.lease.consumed, 0, 0)
         return sends
 
@@ -514,7 +526,7 @@ class Worker:
         if said == self._lease_said:
             return []
         self._lease_said = said
-        return [Send("allocator", LeaseWanted(*said))]
+        return [Send(self._allocator, LeaseWanted(*said))]
 
     # ── for people and tests ──────────────────────────────────────────────────────────────────
 
