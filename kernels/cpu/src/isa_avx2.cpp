@@ -8,6 +8,7 @@
 #define MANY_QUERIES 16
 #define FEW_QUERIES 2
 #define AHEAD 2048
+#define FIRST_TILE "narrow.h"
 
 #include "lanes_avx2.h"
 #include "variant.h"

@@ -9,6 +9,7 @@
 #define FEW_QUERIES 4
 #define AHEAD 2048
 #define DOTS dot_strip
+#define FIRST_TILE "direct.h"
 
 #include "lanes_avx512.h"
 #include "variant.h"

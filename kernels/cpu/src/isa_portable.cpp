@@ -8,6 +8,7 @@
 #define MANY_QUERIES 16
 #define FEW_QUERIES 1
 #define AHEAD 0
+#define FIRST_TILE "direct.h"
 
 #include "lanes_portable.h"
 #include "variant.h"

@@ -139,36 +139,10 @@ inline Lanes load_fp16(const uint16_t* p) {
 inline __m256i low_codes(__m256i words) {
     return _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(words, 8), 1), _mm256_set1_epi16(short(0xbfff)));
 }
-// High bytes lie where they shall; the mask takes out the neighbour's bits too.
-inline __m256i high_codes(__m256i words) {
-    return _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(short(0xbf80)));
-}
 inline Lanes load_fp8(const uint8_t* p) {
     return from_halves(low_codes(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
 }
 
-constexpr int UNIT = 1;  // vectors that are unpacked at once
-
-// Outputs 16q … 16q + 15 of a pair of inputs of a strip.
-template <Kind kind>
-inline void unpack(const uint8_t* pair, int q, Lanes even[UNIT], Lanes odd[UNIT]) {
-    const __m256i* p = reinterpret_cast<const __m256i*>(pair + size_t(32) * q * bytes_of(kind));
-    const __m256i words = _mm256_loadu_si256(p);
-    if (kind == Kind::bf16) {
-        const __m256i more = _mm256_loadu_si256(p + 1), mask = _mm256_set1_epi32(int(0xffff0000));
-        *even = {_mm256_castsi256_ps(_mm256_and_si256(words, mask)), _mm256_castsi256_ps(_mm256_and_si256(more, mask))};
-        *odd = {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(more, 16))};
-    } else if (kind == Kind::fp8) {
-        *even = from_halves(high_codes(words));
-        *odd = from_halves(low_codes(words));
-    } else {
-        const __m256i a = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(words));
-        const __m256i b = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1));
-        *even = {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 8)), _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 8))};
-        *odd = {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24), 24)),
-                _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 24), 24))};
-    }
-}
 // By assembly: a compiler may find that a function which only prefetches does nothing, and leave out its calls.
 inline void ahead(const void* p) { asm volatile("prefetcht0 (%0)" : : "r"(p)); }
 // Into the second-level cache: many lines at once, of which the first-level cache would drop some.

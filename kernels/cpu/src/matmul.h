@@ -3,79 +3,19 @@
 // the two ways below is taken enters the result.
 #pragma once
 
-namespace {
+#include FIRST_TILE
 
-// Vectors of outputs of one innermost loop, chosen so that sums and weights stay in registers.
-template <int ROWS>
-constexpr int direct_width() {
-    return REGISTERS >= 32 ? (ROWS <= 6 ? 4 : 2) : ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;
-}
+namespace {
 
 template <Kind kind>
 constexpr float unit() {
     return kind == Kind::fp8 ? 256.0f : 1.0f;  // fp8 weights are unpacked as value / 256
 }
 
-// As `unpack`, float32 included, of which the second row of the last pair may be missing.
-template <Kind kind>
-inline void unpack_pair(const uint8_t* pair, int q, bool whole, Lanes even[UNIT], Lanes odd[UNIT]) {
-    if constexpr (kind == Kind::fp32) {
-        const float* p = reinterpret_cast<const float*>(pair) + LANES * q;
-        for (int u = 0; u < UNIT; u++) {
-            even[u] = load(p + LANES * u);
-            odd[u] = whole ? load(p + STRIP + LANES * u) : zero();
-        }
-    } else {
-        unpack<kind>(pair, q, even, odd);
-    }
-}
-
-// Adds ROWS × WIDTH * 16 sums over `count` inputs, times `scale`, to `out`; weights from packed rows, unpacked while the
-// products of the ones before are under way. With `KEEP` they are left in `panel` for other rows, [count][WIDTH * 16].
-template <Kind kind, int ROWS, int WIDTH, bool KEEP>
-inline void direct_block(const uint8_t* weights, int first, int count, const float* x, float scale, float* out,
-                         float* panel) {
-    static_assert(WIDTH % UNIT == 0, "whole units");
-    constexpr int pair_bytes = 2 * STRIP * bytes_of(kind);
-    Lanes sums[ROWS][WIDTH];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < WIDTH; v++) sums[r][v] = zero();
-    const auto pair = [&](int k, bool whole) {
-        const uint8_t* p = weights + size_t(k / 2) * pair_bytes;
-        constexpr int part_bytes = WIDTH * (pair_bytes / 4);
-        for (int line = 0; line < part_bytes; line += 64) ahead(p + AHEAD + first * (pair_bytes / 4) + line);
-        for (int v = 0; v < WIDTH; v += UNIT) {
-            Lanes even[UNIT], odd[UNIT];
-            unpack_pair<kind>(p, first + v, whole, even, odd);
-            if (KEEP)
-                for (int u = 0; u < UNIT; u++) {
-                    store(panel + (size_t(k) * WIDTH + v + u) * LANES, even[u]);
-                    if (whole) store(panel + (size_t(k + 1) * WIDTH + v + u) * LANES, odd[u]);
-                }
-            for (int r = 0; r < ROWS; r++) {
-                const Lanes value = all(x[k * ROWS + r]);
-                for (int u = 0; u < UNIT; u++) sums[r][v + u] = fma(value, even[u], sums[r][v + u]);
-            }
-            if (whole)
-                for (int r = 0; r < ROWS; r++) {
-                    const Lanes value = all(x[(k + 1) * ROWS + r]);
-                    for (int u = 0; u < UNIT; u++) sums[r][v + u] = fma(value, odd[u], sums[r][v + u]);
-                }
-        }
-    };
-    int k = 0;
-    for (; k + 2 <= count; k += 2) pair(k, true);
-    if (k < count) pair(k, false);
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < WIDTH; v++) {
-            float* place = out + r * STRIP + LANES * (first + v);
-            store(place, fma(sums[r][v], all(scale), load(place)));
-        }
-}
-
 // Adds ROWS × WIDTH * 16 sums over `count` inputs, times `scale`, to `out`, whose rows are `out_apart` apart; weights
-// are float32 rows `apart` apart. x: number k of row r lies at k * X_STEP + r * X_ROW.
-template <int ROWS, int WIDTH, int X_STEP, int X_ROW>
+// are float32 rows `apart` apart, in the order in which `kind` is unpacked. x: number k of row r lies at
+// k * X_STEP + r * X_ROW.
+template <Kind kind, int ROWS, int WIDTH, int X_STEP, int X_ROW>
 void panel_block(const float* weights, size_t apart, int count, const float* x, float scale, float* out,
                  size_t out_apart) {
     Lanes sums[ROWS][WIDTH];
@@ -93,28 +33,18 @@ void panel_block(const float* weights, size_t apart, int count, const float* x, 
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) {
             float* place = out + r * out_apart + 16 * v;
-            store(place, fma(sums[r][v], all(scale), load(place)));
+            store(place, fma(in_order<kind>(sums[r][v]), all(scale), load(place)));
         }
 }
 
 using PanelBlock = void (*)(const float*, size_t, int, const float*, float, float*, size_t);
 // Rows of a tile: the numbers of one k are neighbours.
-template <int... ROW>
+template <Kind kind, int... ROW>
 PanelBlock tile_panel(int rows, std::integer_sequence<int, ROW...>) {
-    static constexpr PanelBlock blocks[] = {panel_block<ROW + 1, PANEL, ROW + 1, 1>...};
+    static constexpr PanelBlock blocks[] = {panel_block<kind, ROW + 1, PANEL, ROW + 1, 1>...};
     return blocks[rows - 1];
 }
-inline PanelBlock tile_panel(int rows) { return tile_panel(rows, std::make_integer_sequence<int, TILE>()); }
 
-// One block of inputs of a strip for the first tile of rows, of WIDTH vectors at a time.
-template <Kind kind, int ROWS, bool KEEP>
-void first_tile(const uint8_t* weights, Part part, int count, const float* x, float scale, float* out, float* panel) {
-    constexpr int wide = KEEP ? PANEL : direct_width<ROWS>(), half = wide < 2 ? wide : 2;
-    if (wide == 4 && part.end - part.first == 4)
-        return direct_block<kind, ROWS, wide, KEEP>(weights, 0, count, x, scale, out, panel);
-    for (int first = part.first; first < part.end; first += half)
-        direct_block<kind, ROWS, half, KEEP>(weights, first, count, x, scale, out, panel);
-}
 using FirstTile = void (*)(const uint8_t*, Part, int, const float*, float, float*, float*);
 template <Kind kind, bool KEEP, int... ROW>
 FirstTile first_tile_of(int rows, std::integer_sequence<int, ROW...>) {
@@ -143,7 +73,7 @@ void strip_of_kind(const Matrix& m, int strip, Part part, const float* x, const 
             first_tile(weights, {panel, panel + PANEL}, count, x + size_t(k) * tiles.size(0), scale, out, scratch);
             for (int t = 1; t < tiles.count; t++) {
                 const int start = tiles.start(t), size = tiles.size(t);
-                tile_panel(size)(scratch, PANEL * LANES, count, x + size_t(start) * m.inputs + size_t(k) * size, scale,
+                tile_panel<kind>(size, all_rows)(scratch, PANEL * LANES, count, x + size_t(start) * m.inputs + size_t(k) * size, scale,
                                  out + size_t(start) * STRIP + panel * LANES, STRIP);
             }
         }

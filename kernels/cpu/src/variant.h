@@ -6,6 +6,7 @@
 //   FEW_QUERIES      queries that read keys and values as they lie together
 //   MANY_QUERIES     from so many on, keys are turned into columns for them
 //   AHEAD            bytes that weights are asked for ahead
+//   FIRST_TILE       the header of the first tile's products: `direct.h` or `narrow.h`
 //   DOTS             with bf16 dot products only: `dot_strip`
 // All functions are in an unnamed namespace: none of one variant may be merged with one of another. For the same reason
 // nothing of the C++ library but types is used here.
