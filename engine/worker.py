@@ -38,6 +38,7 @@ from engine.core import Send, Statistics
 from engine.layout import Owner, PageTable
 from engine.lifecycle import PageState, SequenceEvent, SequenceState
 from engine.messages import (
+    Cached,
     Cancel,
     Drain,
     FencePassed,
@@ -282,14 +283,14 @@ class Worker:
         if self.limits.prefix_cache and shared is None and self._whole_pages(sequence):
             sequence.seeks = True
             return [*sends, self._want_prefix(sequence)]
-        return [*sends, *self._offer_if_short(sequence)]
+        return [*sends, *self._offer_if_short(sequence, shares=shared is not None)]
 
-    def _offer_if_short(self, sequence: Sequence) -> list[Send]:
-        """What found pages leave to fill goes with the first sampled row, if it is less than a page.
+    def _offer_if_short(self, sequence: Sequence, *, shares: bool) -> list[Send]:
+        """What shared pages leave to fill goes with the first sampled row, if it is less than a page.
 
         Where it is more it is filled in its turn like a prompt.
         """
-        at_once = self.limits.page_tokens if sequence.pages else 1
+        at_once = self.limits.page_tokens if shares else 1
         return self._offer(sequence) if sequence.behind < at_once else []
 
     def _root(self, spec: SequenceSpec) -> bytes:
@@ -314,6 +315,9 @@ class Worker:
         if sequence is None or not sequence.seeks:
             # It was dropped meanwhile, and the allocator will hear of it.
             return []
+        if not all(map(self.table.is_current, message.pages)):
+            # Whoever granted them thinks by now that we are dead, or is dead: it fills all itself.
+            message = PrefixGranted(message.key, message.term, (), Cached(), False)
         self._hold(message.pages)
         sequence.pages += message.pages
         sequence.computed = len(sequence.pages) * self.limits.page_tokens
@@ -326,7 +330,7 @@ class Worker:
         sequence.chain = chain_of(
             self._root(sequence.spec), sequence.log, sequence.computed, self.limits.page_tokens
         )
-        return [taken, *self._offer_if_short(sequence)]
+        return [taken, *self._offer_if_short(sequence, shares=bool(sequence.pages))]
 
     def _end_filling(self, sequence: Sequence) -> list[Send]:
         """It fills nothing any more: who waits for it shall not."""

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tables import page_table
 
+from engine.chain import chain_root, page_keys, token_bytes
 from engine.core import Send
 from engine.ids import Incarnation, SequenceKey
-from engine.layout import Owner, PageTable
+from engine.layout import Owner
 from engine.lifecycle import PageState, SequenceState
 from engine.messages import (
+    Cached,
     Cancel,
     Drain,
     FencePassed,
@@ -31,6 +35,9 @@ from engine.messages import (
     PagesHeld,
     PagesReleased,
     PagesSealed,
+    PrefixFact,
+    PrefixGranted,
+    PrefixWanted,
     Roster,
     SequenceLost,
     SequenceSpec,
@@ -77,22 +84,36 @@ def spec_of(
 
 
 class Desk:
-    """A worker, the pages of its host, and an allocator that grants what is wanted at once."""
+    """A worker, the pages of its host, and an allocator that grants what is wanted at once.
 
-    def __init__(self, role: str = "both", *, supply: bool = True, step_tokens: int = 6) -> None:
-        self.table = PageTable(memoryview(bytearray(PAGES * PageTable.BYTES)), PAGES)
+    With `answers` it also says to every prompt that none of its pages are there.
+    """
+
+    def __init__(
+        self,
+        role: str = "both",
+        *,
+        supply: bool = True,
+        answers: bool = True,
+        step_tokens: int = 6,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.table = page_table(PAGES, PAGE)
         limits = WorkerLimits(
             prefill_slots=8 if role != "decode" else 0,
             decode_slots=8 if role != "prefill" else 0,
             step_tokens=step_tokens,
             page_tokens=PAGE,
             lease_ahead=2,
+            prefix_cache=prefix_cache,
         )
         self.supply = supply
-        self.granted: set[PageRef] = set()
-        self.adopted: set[PageRef] = set()
-        self.passed_on: set[PageRef] = set()
+        self.answers = answers
+        self.owned: set[PageRef] = set()
+        """What the worker has to release, or to pass on."""
         self.freed: Counter[PageRef] = Counter()
+        self.fillings: dict[tuple[SequenceKey, int], PrefixWanted] = {}
+        """What the allocator was told of prompts that are filled."""
         self.core = Worker(ME, MINE.ordinal, self.table, limits)
         self.peers([OTHER, FRONT, ALLOCATOR, SCHEDULER])
 
@@ -104,7 +125,7 @@ class Desk:
 
     def grant(self, count: int) -> None:
         pages = tuple(self._lease(MINE) for _ in range(count))
-        self.granted |= set(pages)
+        self.owned |= set(pages)
         self.core.handle(ALLOCATOR, LeaseGranted(pages), 0.0)
 
     def filled_by_other(self, number: int, filled: int, term: int) -> tuple[PageRef, ...]:
@@ -123,16 +144,27 @@ class Desk:
                 case PagesReleased(pages=pages) | LeaseReturned(pages=pages):
                     for page in pages:
                         self.freed[page] += 1
-                        assert self.freed[page] == 1, "released twice"
+                        assert page in self.owned, "released twice, or what is another's"
+                        self.owned.remove(page)
                         assert self.table.is_current(page)
-                        assert page not in self.passed_on, "released what is another's"
-                        self.table.free(page.index)
+                        if self.table.state(page.index) is not PageState.SEALED:
+                            # What is sealed stays in the cache.
+                            self.table.free(page.index)
+                case PrefixWanted() as wanted:
+                    self.fillings[wanted.key, wanted.term] = wanted
+                case PrefixFact(filling=False) as fact:
+                    del self.fillings[fact.key, fact.term]
         self.core.check()
+        known = {(sequence.key, sequence.term) for sequence in self.core.sequences if sequence.known}
+        assert self.fillings.keys() == known, "the allocator thinks that something else is filled"
+        answered = list(sends)
         for send in sends:
-            if self.supply and isinstance(send.message, LeaseWanted):
-                wanted = send.message
-                self.grant(max(0, wanted.ahead - len(self.core.lease)))
-        return sends
+            match send.message:
+                case LeaseWanted(ahead=ahead) if self.supply:
+                    self.grant(max(0, ahead - len(self.core.lease)))
+                case PrefixWanted(key=key, term=term, seeks=True) if self.answers:
+                    answered += self.tell(ALLOCATOR, PrefixGranted(key, term, (), Cached(), False))
+        return answered
 
     def peers(self, up: list[Incarnation], down: list[Incarnation] | None = None) -> list[Send]:
         return self.act(self.core.peers([member(one) for one in up], down or [], 0.0))
@@ -156,10 +188,30 @@ class Desk:
 
     def hand_over(self, number: int = 1, length: int = 6, *, term: int = 2, limit: int = 100) -> list[Send]:
         pages = self.filled_by_other(number, length - 1, term - 1)
-        sends = self.tell(OTHER, HandOver(term, spec_of(number, length, limit), length - 1, pages))
+        sends = self.core.handle(
+            OTHER, HandOver(term, spec_of(number, length, limit), length - 1, pages), 0.0
+        )
         if sent(sends, HandOverAccepted):
-            self.adopted |= set(pages)
-        return sends
+            self.owned |= set(pages)
+        return self.act(sends)
+
+    def find(self, message: PrefixWanted, count: int, *, more: bool = False) -> list[Send]:
+        """The allocator finds so many pages of another worker, behind those that the prompt has."""
+        pages = self.filled_by_other(99, (message.have + count) * PAGE, 1)[message.have :]
+        return self.give(message, pages, more=more)
+
+    def give(self, message: PrefixWanted, pages: tuple[PageRef, ...], *, more: bool = False) -> list[Send]:
+        self.owned |= set(pages)
+        cached = Cached(worker=len(pages) * PAGE)
+        return self.tell(ALLOCATOR, PrefixGranted(message.key, message.term, pages, cached, more))
+
+    def accept(self, message: HandOver) -> list[Send]:
+        """The other worker takes the pages over: all are held there, and the open tail is its own."""
+        for page in message.pages:
+            if self.table.state(page.index) is PageState.OPEN:
+                self.table.adopt(page.index, THEIRS, message.term)
+                self.owned.remove(page)
+        return self.tell(OTHER, HandOverAccepted(message.spec.key, message.term))
 
     def plan(self) -> Plan | None:
         plan, sends = self.core.plan()
@@ -187,7 +239,8 @@ class Desk:
         assert self.plan() is None
         assert len(self.core.lease) == 0
         assert not self.core.sequences
-        assert set(self.freed) == (self.granted | self.adopted) - self.passed_on
+        assert not self.owned
+        assert self.table.holding() == []
 
 
 def sent(sends: list[Send], kind: type) -> list[object]:
@@ -267,9 +320,12 @@ def test_a_hand_over_carries_the_block_table_and_costs_no_page(length: int) -> N
     [message] = sent(sends, HandOver)
     assert isinstance(message, HandOver)
     assert (message.term, message.filled, len(message.pages)) == (2, length - 1, -(-(length - 1) // PAGE))
-    assert len(sent(sends, PagesSealed)) == (length > PAGE)
-    desk.passed_on |= set(message.pages)
-    assert desk.tell(OTHER, HandOverAccepted(KEY, 2)) == []
+    full = message.pages[: (length - 1) // PAGE]
+    news = PagesSealed(KEY, 1, full)
+    sealed = [send for send in sends if isinstance(send.message, PagesSealed)]
+    assert sealed == ([Send("allocator", news), Send("replicator", news)] if full else [])
+    # The tail is the other's by now; what is sealed both held until now.
+    assert desk.accept(message) == ([Send("allocator", PagesReleased(full))] if full else [])
     desk.all_is_released()
 
 
@@ -424,8 +480,7 @@ def test_an_abort_between_offer_and_answer_frees_once(accepted: bool) -> None:
     assert desk.tell(FRONT, Cancel(KEY, 9)) == []
     assert not set(message.pages) & set(desk.freed)
     if accepted:
-        desk.passed_on |= set(message.pages)
-        assert desk.tell(OTHER, HandOverAccepted(KEY, 2)) == []
+        assert desk.accept(message) == [Send("allocator", PagesReleased(message.pages[:1]))]
     else:
         desk.tell(OTHER, HandOverRefused(KEY, 2, "x"))
         assert set(message.pages) <= set(desk.freed)
@@ -480,9 +535,12 @@ def test_a_hand_over_is_taken_with_its_pages() -> None:
     desk = Desk("decode")
     sends = desk.hand_over(length=6)
     assert sends == [Send(OTHER, HandOverAccepted(KEY, 2)), Send(FRONT, TermAccepted(KEY, 2))]
-    for page in desk.adopted:
-        record = desk.table.record(page.index)
-        assert (record.owner, record.term) == (MINE, 2)
+    sealed, tail = (desk.table.record(page.index) for page in desk.sequence(0).pages)
+    assert (tail.state, tail.owner, tail.term) == (PageState.OPEN, MINE, 2)
+    assert (sealed.state, sealed.owner, sealed.term) == (PageState.SEALED, THEIRS, 1), "nobody writes it"
+    row = desk.table.holders(MINE)
+    assert row is not None
+    assert [row[page.index] for page in desk.sequence(0).pages] == [1, 1]
     [step] = sent(desk.step(STOP_TOKEN), StepTokens)
     assert isinstance(step, StepTokens)
     assert step.rows[0].position == 6
@@ -591,21 +649,31 @@ def test_a_choice_without_a_sibling_that_decodes_here_is_filled_or_refused() -> 
     assert sent(desk.start(length=12, choice=1), SequenceLost), "the same request, with another prompt"
     desk = Desk()
     desk.start(length=11)
-    assert desk.start(length=11, choice=1) == []
+    assert not sent(desk.start(length=11, choice=1), SequenceLost)
     assert desk.sequence(1).state is SequenceState.PREFILL
     assert desk.sequence(1).pages == []
 
 
-def test_a_choice_that_decodes_elsewhere_is_filled_with_pages_of_its_own() -> None:
-    """So that no page is handed over that somebody here still reads."""
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_page_that_a_sibling_reads_is_handed_over_and_stays(accepted: bool) -> None:
+    """A choice that decodes elsewhere finds the sibling's pages like anybody else."""
     desk = decoding("both")
-    desk.start(length=11, choice=1, decode=OTHER)
-    assert desk.sequence(1).pages == []
-    desk.start(length=11, choice=2, more=(5,) * 9)
-    desk.sequence(2).decode = OTHER
-    desk.step()
-    with pytest.raises(AssertionError, match="a sibling here reads"):
-        desk.step()
+    desk.answers = False
+    [wanted] = sent(desk.start(length=11, choice=1, decode=OTHER), PrefixWanted)
+    assert isinstance(wanted, PrefixWanted)
+    shared = tuple(desk.sequence(0).pages[:2])
+    [message] = sent(desk.give(wanted, shared), HandOver)
+    assert isinstance(message, HandOver)
+    assert (message.pages, message.filled) == (shared, 8)
+    if accepted:
+        assert desk.accept(message) == []
+    else:
+        sends = desk.tell(OTHER, HandOverRefused(SequenceKey(1, 1), 2, "full"))
+        assert not sent(sends, PagesReleased)
+    assert desk.owned.issuperset(shared)
+    desk.step(STOP_TOKEN)
+    assert set(shared) <= set(desk.freed)
+    desk.all_is_released()
 
 
 @pytest.mark.parametrize("last", [0, 1, 2])
@@ -717,6 +785,253 @@ def test_a_new_allocator_hears_of_a_shared_page_once() -> None:
     desk.all_is_released()
 
 
+# ── prefixes ──────────────────────────────────────────────────────────────────────────────────
+
+
+def seeking(length: int = 15, *, role: str = "both", decode: Incarnation = ME) -> tuple[Desk, PrefixWanted]:
+    """A desk where a prompt waits for the allocator's word."""
+    desk = Desk(role, answers=False, step_tokens=20)
+    [wanted] = sent(desk.start(length=length, decode=decode), PrefixWanted)
+    assert isinstance(wanted, PrefixWanted)
+    return desk, wanted
+
+
+def rows(plan: Plan | None) -> list[tuple[int, int, int, bool]]:
+    assert plan is not None
+    return [(p.sequence.key.request, p.start, p.length, p.samples) for p in plan.slices]
+
+
+@pytest.mark.parametrize("length", range(1, 3 * PAGE + 2))
+def test_a_prompt_with_whole_pages_asks_for_them_first(length: int) -> None:
+    """Field report 12: never for the page of its last token, which is always computed."""
+    desk = Desk(answers=False)
+    asked = sent(desk.start(length=length), PrefixWanted)
+    whole = (length - 1) // PAGE
+    tokens = token_bytes(range(whole * PAGE))
+    assert asked == ([PrefixWanted(KEY, 1, chain_root(""), tokens, 0, True)] if whole else [])
+    assert desk.sequence(0).seeks == bool(whole)
+
+
+@pytest.mark.parametrize("length", range(PAGE + 1, 4 * PAGE + 2))
+def test_a_full_hit_still_computes_the_last_token_of_the_prompt(length: int) -> None:
+    """Field report 12: its logits are nobody's but its own, so its row is computed and sampled."""
+    desk, wanted = seeking(length)
+    whole = (length - 1) // PAGE
+    sends = desk.find(wanted, whole)
+    assert sent(sends, TermAccepted) == [TermAccepted(KEY, 2, Cached(worker=whole * PAGE))]
+    desk.grant(2)
+    assert rows(desk.plan()) == [(1, whole * PAGE, length - whole * PAGE, True)]
+
+
+@pytest.mark.parametrize("log", [tuple(range(2 * PAGE)), (*range(PAGE), *range(50, 50 + PAGE + 1))])
+def test_a_request_that_comes_back_asks_for_all_of_its_log(log: tuple[int, ...]) -> None:
+    """Generated tokens are found like those of a prompt."""
+    desk = Desk(answers=False)
+    [wanted] = sent(desk.start(length=PAGE, more=log[PAGE:], term=5), PrefixWanted)
+    assert isinstance(wanted, PrefixWanted)
+    assert wanted.tokens == token_bytes(log[: (len(log) - 1) // PAGE * PAGE])
+
+
+def test_nothing_is_computed_and_no_page_wanted_while_it_seeks() -> None:
+    desk, wanted = seeking()
+    assert desk.core.plan() == (None, [Send("allocator", LeaseWanted(0, 2, 0))]), "it stands still for none"
+    desk.start(2, length=PAGE)
+    desk.grant(2)
+    assert rows(desk.plan()) == [(2, 0, PAGE - 1, False)], "others go on"
+    assert wanted.seeks
+
+
+@pytest.mark.parametrize("rest", [0, 1, 2])
+def test_pages_come_one_after_the_other_until_there_are_no_more(rest: int) -> None:
+    """While somebody fills the next one it waits; what nobody has it fills itself."""
+    desk, wanted = seeking()
+    first, second, third = desk.filled_by_other(99, 3 * PAGE, 1)
+    assert desk.give(wanted, (first,), more=True) == [Send("allocator", PrefixFact(KEY, 1, 1, True))]
+    assert desk.core.plan()[0] is None
+    assert desk.give(wanted, (), more=True) == [Send("allocator", PrefixFact(KEY, 1, 1, True))]
+    sends = desk.give(wanted, (second, third)[: 2 - rest])
+    assert sends[0] == Send("allocator", PrefixFact(KEY, 1, 3 - rest, True))
+    found = (3 - rest) * PAGE
+    assert (desk.sequence(0).computed, desk.sequence(0).cached) == (found, Cached(worker=found))
+    if rest:
+        desk.grant(4)
+        [slice_] = rows(desk.plan())
+        assert slice_ == (1, found, 14 - found, False)
+
+
+def test_the_chain_goes_on_behind_the_pages_that_were_found() -> None:
+    desk, wanted = seeking()
+    desk.find(wanted, 2)
+    desk.grant(2)
+    [news, _] = sent(desk.step(), PagesSealed)
+    assert isinstance(news, PagesSealed)
+    [page] = news.pages
+    keys = page_keys(chain_root(""), token_bytes(range(12)), PAGE)
+    seal = desk.table.sealed(page.index)
+    assert (seal.key, seal.parent, seal.tokens) == (keys[2], keys[1], token_bytes(range(8, 12)))
+
+
+def test_what_found_pages_leave_goes_with_the_first_sampled_row_if_it_is_less_than_a_page() -> None:
+    desk, wanted = seeking(length=3 * PAGE)
+    assert sent(desk.find(wanted, 2), TermAccepted) == [TermAccepted(KEY, 2, Cached(worker=8))]
+    desk.grant(2)
+    assert rows(desk.plan()) == [(1, 8, 4, True)]
+    desk, wanted = seeking(length=3 * PAGE + 1)
+    assert not sent(desk.find(wanted, 2), TermAccepted), "a page is left: it is filled in its turn"
+    desk.grant(2)
+    assert rows(desk.plan()) == [(1, 8, 4, False)]
+
+
+def test_found_pages_are_counted_by_where_they_were_and_so_handed_on() -> None:
+    desk, wanted = seeking(role="prefill", decode=OTHER)
+    one, two, three = desk.filled_by_other(99, 3 * PAGE, 1)
+    desk.owned |= {one, two, three}
+    desk.tell(ALLOCATOR, PrefixGranted(KEY, 1, (one,), Cached(1, 2, 0, 1), True))
+    sends = desk.tell(ALLOCATOR, PrefixGranted(KEY, 1, (two, three), Cached(2, 2, 4, 0), False))
+    [message] = sent(sends, HandOver)
+    assert isinstance(message, HandOver)
+    assert (message.cached, message.filled) == (Cached(3, 4, 4, 1), 12)
+    assert wanted.seeks
+    desk = Desk("decode")
+    pages = desk.filled_by_other(1, 12, 1)
+    desk.owned |= set(pages)
+    handed = HandOver(2, spec_of(1, 15), 12, pages, message.cached)
+    assert sent(desk.tell(OTHER, handed), TermAccepted) == [TermAccepted(KEY, 2, Cached(3, 4, 4, 1))]
+
+
+@pytest.mark.parametrize("more", [True, False])
+@pytest.mark.parametrize("how", ["cancel", "later term", "gateway"])
+def test_who_is_dropped_while_it_seeks_releases_what_it_took_and_takes_no_more(more: bool, how: str) -> None:
+    desk, wanted = seeking()
+    desk.find(wanted, 1, more=True)
+    [taken] = desk.sequence(0).pages
+    if how == "cancel":
+        sends = desk.tell(FRONT, Cancel(KEY, 9))
+    elif how == "later term":
+        sends = desk.start(length=PAGE, term=7)
+    else:
+        sends = desk.peers([], [FRONT])
+    assert sends[:2] == [
+        Send("allocator", PrefixFact(KEY, 1, 1, False)),
+        Send("allocator", PagesReleased((taken,))),
+    ]
+    late = desk.filled_by_other(99, 2 * PAGE, 1)[1:]
+    assert desk.tell(ALLOCATOR, PrefixGranted(KEY, 1, late, Cached(), more)) == []
+    row = desk.table.holders(MINE)
+    assert row is not None
+    assert not any(row)
+    desk.tell(FRONT, Cancel(KEY, 9))
+    desk.all_is_released()
+
+
+def test_a_new_allocator_is_asked_again_from_where_the_prompt_is() -> None:
+    desk, wanted = seeking()
+    desk.find(wanted, 1, more=True)
+    desk.fillings.clear()
+    new = Incarnation("allocator", 2)
+    sends = desk.peers([new], [ALLOCATOR])
+    [held] = sent(sends, PagesHeld)
+    assert isinstance(held, PagesHeld)
+    assert held.used == tuple(desk.sequence(0).pages)
+    [again] = sent(sends, PrefixWanted)
+    assert again == PrefixWanted(KEY, 1, wanted.root, wanted.tokens, 1, True)
+    kinds = [type(send.message) for send in sends]
+    assert kinds.index(PagesHeld) < kinds.index(PrefixWanted), "who it is comes first"
+    # What it takes is counted anew.
+    assert isinstance(again, PrefixWanted)
+    assert desk.find(again, 1) == [Send("allocator", PrefixFact(KEY, 1, 1, True))]
+    assert desk.sequence(0).cached == Cached(worker=2 * PAGE)
+
+
+@pytest.mark.parametrize("computed", [0, 3, 6, 9])
+def test_a_new_allocator_hears_what_is_being_filled(computed: int) -> None:
+    """It does not wait for an answer then: whoever has the same tokens waits for it."""
+    desk = Desk(step_tokens=3)
+    desk.start(length=15)
+    desk.grant(4)
+    for _ in range(computed // 3):
+        desk.step()
+    desk.fillings.clear()
+    desk.answers = False
+    [again] = sent(desk.peers([Incarnation("allocator", 2)], [ALLOCATOR]), PrefixWanted)
+    assert again == PrefixWanted(KEY, 1, chain_root(""), token_bytes(range(12)), computed // PAGE, False)
+    assert not desk.sequence(0).seeks
+    assert desk.plan() is not None
+
+
+def test_what_is_not_filled_any_more_is_not_said_to_a_new_allocator() -> None:
+    desk, _ = offered()
+    desk.start(2, length=PAGE - 1)
+    assert not sent(desk.peers([Incarnation("allocator", 2)], [ALLOCATOR]), PrefixWanted)
+
+
+def test_the_end_of_a_filling_is_said_behind_its_pages_and_before_they_are_released() -> None:
+    """So that who waits for them finds them, and is not left waiting."""
+    desk = Desk("prefill", step_tokens=20)
+    desk.start(length=10, decode=OTHER)
+    kinds = [type(send.message) for send in desk.step()]
+    assert kinds == [PagesSealed, PagesSealed, PrefixFact, HandOver]
+    desk = Desk(step_tokens=20)
+    desk.grant(4)
+    desk.start(length=10)
+    plan = desk.plan()
+    assert plan is not None
+    desk.tell(FRONT, Cancel(KEY, 9))
+    kinds = [type(send.message) for send in desk.complete(plan)]
+    assert kinds == [PagesSealed, PagesSealed, PrefixFact, PagesReleased], "also of what was cancelled"
+    desk.all_is_released()
+
+
+def test_a_page_that_is_held_here_may_come_in_a_hand_over_too() -> None:
+    """One row, one release, by the last who reads it."""
+    desk, wanted = seeking(length=9)
+    shared = desk.filled_by_other(99, 8, 1)
+    desk.give(wanted, shared)
+    handed = HandOver(2, spec_of(2, 9), 8, shared)
+    assert sent(desk.tell(OTHER, handed), HandOverAccepted)
+    assert desk.core.statistics()["pages_shared"] == 2
+    desk.tell(FRONT, Cancel(KEY, 9))
+    assert not set(shared) & set(desk.freed)
+    desk.tell(FRONT, Cancel(SequenceKey(2, 0), 9))
+    assert desk.freed == Counter(shared)
+    desk.all_is_released()
+
+
+def test_pages_are_asked_for_by_identity_and_salt() -> None:
+    """Field report 13: who depends on something else never meets the same key."""
+    roots = set()
+    for identity in ("a", "b"):
+        desk = Desk(answers=False)
+        desk.core.identity = identity
+        for number, salt in enumerate(("", "tenant")):
+            spec = msgspec.structs.replace(spec_of(number, 6), cache_salt=salt)
+            [wanted] = sent(desk.tell(FRONT, StartPrefill(1, spec, ME)), PrefixWanted)
+            assert isinstance(wanted, PrefixWanted)
+            assert wanted.root == chain_root(identity, salt)
+            roots.add(wanted.root)
+    assert len(roots) == 4
+
+
+def test_without_a_prefix_cache_nobody_asks() -> None:
+    desk = Desk(answers=False, prefix_cache=False)
+    assert desk.start(length=15) == []
+    desk.grant(4)
+    assert rows(desk.plan()) == [(1, 0, 6, False)]
+
+
+def test_a_grant_of_what_is_stale_is_not_taken() -> None:
+    """It was made by an allocator that died, or to a worker that was thought dead."""
+    desk, _ = seeking()
+    first, second = desk.filled_by_other(99, 2 * PAGE, 1)
+    desk.table.free(second.index)
+    sends = desk.tell(ALLOCATOR, PrefixGranted(KEY, 1, (first, second), Cached(worker=8), True))
+    assert sends == [Send("allocator", PrefixFact(KEY, 1, 0, True))]
+    sequence = desk.sequence(0)
+    assert (sequence.pages, sequence.computed, sequence.cached) == ([], 0, Cached())
+    desk.grant(4)
+    assert rows(desk.plan()) == [(1, 0, 14, False)], "it fills all itself"
+
+
 # ── leases ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -764,7 +1079,7 @@ def test_a_doubted_page_is_released_unless_it_is_held() -> None:
     desk.start(length=6)
     desk.plan()
     lost = desk._lease(MINE)
-    desk.granted.add(lost)
+    desk.owned.add(lost)
     held = (*desk.core.lease.held(), *(page for s in desk.core.sequences for page in s.pages))
     assert len(held) == 4
     assert sent(desk.tell(ALLOCATOR, PagesDoubted((*held, lost))), PagesReleased) == [PagesReleased((lost,))]
@@ -792,15 +1107,17 @@ def test_what_is_the_shells_own_changes_nothing(message: Drain | Stop | Roster) 
 
 
 class Machine(RuleBasedStateMachine):
-    """Prefills, hand-overs in both directions, choices that share pages, cancels, faults, deaths and
-    recalls around running steps.
+    """Prefills that find pages or do not, hand-overs in both directions, choices that share pages,
+    cancels, faults, deaths and recalls around running steps.
 
     The model of who holds what is a naive one: the block tables themselves.
     """
 
     @initialize(role=st.sampled_from(["prefill", "decode", "both"]), step_tokens=st.integers(1, 12))
     def begin(self, role: str, step_tokens: int) -> None:
-        self.desk = Desk(role, step_tokens=step_tokens)
+        self.desk = Desk(role, step_tokens=step_tokens, answers=False)
+        # All prompts here begin alike, so any full page of another worker serves all of them.
+        self.cache = self.desk.filled_by_other(0, 4 * PAGE, 1)
         self.role = role
         self.number = 0
         self.term = 10
@@ -859,6 +1176,21 @@ class Machine(RuleBasedStateMachine):
                 assert before.issuperset(sequence.pages), "it shares what was here, or nothing"
                 assert len(sequence.pages) * PAGE == sequence.computed < len(sequence.log)
 
+    @precondition(lambda self: any(wanted.seeks for wanted in self.desk.fillings.values()))
+    @rule(data=st.data(), count=st.integers(0, 4), more=st.booleans())
+    def answer_a_search(self, data: st.DataObject, count: int, more: bool) -> None:
+        """Also when what it had found before came with the promise of more, or it is doomed."""
+        desk = self.desk
+        seeking = {place for place, wanted in desk.fillings.items() if wanted.seeks}
+        key, term = data.draw(st.sampled_from(sorted(seeking)))
+        [sequence] = [s for s in desk.core.sequences if (s.key, s.term) == (key, term)]
+        wanted = desk.fillings[key, term]
+        most = len(wanted.tokens) // (4 * PAGE)
+        have = len(sequence.pages)
+        pages = self.cache[have : min(have + count, most)] if sequence.seeks else ()
+        assert not sequence.seeks or sequence.computed == have * PAGE
+        self.note(desk.give(wanted, pages, more=more))
+
     @rule()
     def plan(self) -> None:
         if self.running is None:
@@ -896,10 +1228,8 @@ class Machine(RuleBasedStateMachine):
         key, term = data.draw(st.sampled_from(sorted(self.offers)))
         message = self.offers.pop((key, term))
         if accept:
-            self.desk.passed_on |= set(message.pages)
-            for page in message.pages:
-                self.desk.table.adopt(page.index, THEIRS, term)
-            assert self.note(self.desk.tell(OTHER, HandOverAccepted(key, term))) == []
+            sends = self.note(self.desk.accept(message))
+            assert all(isinstance(send.message, PagesReleased) for send in sends)
         else:
             self.note(self.desk.tell(OTHER, HandOverRefused(key, term, "x")))
 
@@ -924,7 +1254,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def allocator_restarts(self) -> None:
-        mine = {*self.desk.granted, *self.desk.adopted} - set(self.desk.freed) - self.desk.passed_on
+        mine = set(self.desk.owned)
+        self.desk.fillings.clear()
         sends = self.note(self.desk.peers([ALLOCATOR], [ALLOCATOR]))
         [held] = sent(sends, PagesHeld)
         assert isinstance(held, PagesHeld)
@@ -937,8 +1268,8 @@ class Machine(RuleBasedStateMachine):
             desk = self.desk
             desk.core.check()
             used = {page for sequence in desk.core.sequences for page in sequence.pages}
-            owned = (desk.granted | desk.adopted) - set(desk.freed) - desk.passed_on
-            assert {*used, *desk.core.lease.held()} == owned, "a page leaked, or was released too early"
+            held = {*used, *desk.core.lease.held()}
+            assert held == desk.owned, "a page leaked, or was released too early"
 
     def teardown(self) -> None:
         """When all is answered and cancelled, every page went back or on, once."""
