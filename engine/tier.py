@@ -22,7 +22,7 @@ from engine.ids import Incarnation
 from engine.lifecycle import advance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, KeysView, Sequence
 
 EVICT_AFTER_FAILURE = 64
 """Stores that take the place of another page after one that failed, before a free slot is tried again.
@@ -133,10 +133,10 @@ class TierIndex:
         return len(self._at)
 
     def plan_store(self, key: bytes) -> int | None:
-        """The slot into which to write a page, evicting another if need be; `stored` or `failed` ends it.
+        """The slot into which to write a page, evicting another if need be.
 
-        None when there is nothing to write: the page is there, or being written, or no slot can be had
-        because there are none or all of them are in use at this moment.
+        `stored`, `failed` or `withdrawn` ends it. None when there is nothing to write: the page is there,
+        or being written, or no slot can be had, because there are none or all are in use at this moment.
         """
         if key in self._writing:
             return None
@@ -156,12 +156,20 @@ class TierIndex:
         self._counts["stores"] += 1
 
     def failed(self, slot: int, key: bytes) -> None:
-        """The page that was planned could not be written, or is not wanted any more: the slot is free."""
+        """The page that was planned could not be written: the slot is free, and the disk may be full."""
+        self.withdrawn(slot, key)
+        self._evict_first = EVICT_AFTER_FAILURE
+        self._counts["failures"] += 1
+
+    def withdrawn(self, slot: int, key: bytes) -> None:
+        """The page that was planned is not wanted any more, or no longer in memory: the slot is free."""
         self._end_store(slot, key)
         self._move(slot, SlotEvent.FAIL)
         self._free.append(slot)
-        self._evict_first = EVICT_AFTER_FAILURE
-        self._counts["failures"] += 1
+
+    def keys(self) -> KeysView[bytes]:
+        """Of all pages that are stored."""
+        return self._at.keys()
 
     def find(self, key: bytes) -> TierPage | None:
         """What is stored under a key, for the caller to compare its tokens; None when nothing is."""

@@ -150,6 +150,19 @@ def test_a_page_that_cannot_be_written_is_not_there() -> None:
     index.check()
 
 
+def test_a_page_that_is_withdrawn_says_nothing_of_the_disk() -> None:
+    index = TierIndex(3)
+    store(index, 1)
+    slot = index.plan_store(key(2))
+    assert slot is not None
+    index.withdrawn(slot, key(2))
+    index.check()
+    store(index, 3)
+    store(index, 4)
+    assert index.keys() == {key(1), key(3), key(4)}
+    assert index.statistics()["failures"] == 0
+
+
 def test_a_full_disk_makes_a_smaller_tier_not_a_stale_one() -> None:
     index = TierIndex(1000)
     for number in range(1, 11):
@@ -280,16 +293,18 @@ class Machine(RuleBasedStateMachine):
             self.writes[key(number)] = slot
 
     @precondition(lambda self: self.writes)
-    @rule(data=st.data(), good=st.sampled_from([True, True, True, False]))
-    def end_write(self, data: st.DataObject, good: bool) -> None:
+    @rule(data=st.data(), end=st.sampled_from(["stored", "stored", "failed", "withdrawn"]))
+    def end_write(self, data: st.DataObject, end: str) -> None:
         which = data.draw(st.sampled_from(sorted(self.writes)))
         slot = self.writes.pop(which)
         self.naive.writing.discard(which)
-        if good:
+        if end == "stored":
             number = int.from_bytes(which, "big")
             self.file[slot] = which
             self.index.stored(slot, page(number, number // 2))
             self.naive.order.append(page(number, number // 2))
+        elif end == "withdrawn":
+            self.index.withdrawn(slot, which)
         else:
             self.index.failed(slot, which)
             self.naive.evict_first = EVICT_AFTER_FAILURE
