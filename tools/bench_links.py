@@ -27,8 +27,8 @@ import trio
 from engine.ids import Incarnation
 from engine.shapes import PageRef
 from transport.channel import Channel, decode_frame
-from transport.page_client import PageParty
 from transport.page_fetch import PageFetcher
+from transport.page_hosts import PageParty
 from transport.page_push import PageSender
 from transport.page_server import PageServer
 from transport.pages import PageCopy, PageFetch, PagePool, PagePools, SharedMemoryPages

@@ -18,71 +18,19 @@ import trio
 
 from transport.errors import ProtocolError, TransferCut, TransportError
 from transport.page_jobs import Flight, Item, Job, JobLine
+from transport.page_settings import ClientStatistics, TransferSettings
 from transport.page_streams import byte_stream
-from transport.page_wire import HELLO_LIMIT, RUN_BYTES, Hello, Wire, must_fit, run_pages
+from transport.page_wire import HELLO_LIMIT, Hello, Wire, must_fit, run_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.shapes import PageRef
+    from transport.page_hosts import PageParty
     from transport.pages import PagePools
 
 Connect = Callable[[], Awaitable[trio.abc.Stream]]
 """Opens a stream to the peer; raises OSError when it cannot."""
-
-
-class PageParty(msgspec.Struct, frozen=True):
-    """Who a host is to others that exchange pages with it."""
-
-    identity: str
-    """`numerics_id`: pages of another one are other numbers."""
-    host: str
-    epoch: int
-    """The incarnation of its pools: another one when page names given out before mean nothing any more."""
-
-
-class TransferSettings(msgspec.Struct, frozen=True):
-    """How patient a client is, and how much it has in flight; seconds and bytes."""
-
-    window_bytes: int = 8 << 20
-    """In flight: asked for and not here, or sent and not receipted. At least one run is."""
-    run_bytes: int = RUN_BYTES
-    """Pages of one job that go together: how long others wait for their turn."""
-    stall_s: float = 2.0
-    """A peer that owes something and neither sends nor takes a byte for so long is cut off."""
-    connect_s: float = 2.0
-    retry_first_s: float = 0.02
-    """The wait after a connection that brought nothing; it doubles up to `retry_most_s`."""
-    retry_most_s: float = 1.0
-    give_up_s: float = 10.0
-    """A call without a settled page for so long, its connections cut, ends in TransferCut."""
-    idle_s: float = 30.0
-    """A connection that nobody has used for so long is closed; the next call opens another."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.run_bytes <= RUN_BYTES or self.window_bytes < 1:
-            raise ValueError(f"a run has 1 to {RUN_BYTES} bytes and a window some: {self}")
-        waits = (self.stall_s, self.connect_s, self.retry_first_s, self.retry_most_s, self.give_up_s)
-        if min(*waits, self.idle_s) <= 0:
-            raise ValueError(f"no wait is forever short: {self}")
-
-
-class ClientStatistics(msgspec.Struct):
-    """What a client has seen; pages and bytes count those that came to be whole at their target."""
-
-    pages: int = 0
-    bytes: int = 0
-    absent: int = 0
-    """Pages that one side no longer had, no longer wanted, or changed meanwhile."""
-    mismatched: int = 0
-    """Pages that did not match their checksum: dropped, to be computed again."""
-    connections: int = 0
-    cuts: int = 0
-    protocol_errors: int = 0
-    restarts: int = 0
-    """Connections that found another incarnation of the peer than the one before."""
-    cancelled: int = 0
-    given_up: int = 0
 
 
 class _Bell:

@@ -44,8 +44,10 @@ class PageFetcher(PageClient[PageFetch]):
         checksum; what the target slot holds is undefined. Cancelled, nothing is known about any of
         them, and nothing is written to their targets any more. Raises TransferCut when the host could
         not be reached for `give_up_s`, ProtocolError when it does not fit or talks nonsense, and
-        IndexError for a slot outside its pools or ours.
+        IndexError for a slot outside its pools or ours; ValueError when two go to one target.
         """
+        if len({item.target for item in items}) != len(items):
+            raise ValueError("two pages with one target")
         for item in items:
             self._pools.slot(item.target)
             if len(item.key) != KEY_BYTES:

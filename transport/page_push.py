@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.shapes import PageRef
-    from transport.page_client import Connect, PageParty, TransferSettings
+    from transport.page_client import Connect
+    from transport.page_hosts import PageParty
     from transport.page_jobs import Flight
+    from transport.page_settings import TransferSettings
     from transport.page_wire import Wire
     from transport.pages import PagePools, StillValid
 
@@ -59,8 +61,10 @@ class PageSender(PageClient[PageCopy]):
         False: the page has another generation by now, or the other host no longer wants it. Cancelled,
         nothing is known about any of them. Raises TransferCut when the host could not be reached for
         `give_up_s`, ProtocolError when it does not fit or talks nonsense, and IndexError for a slot
-        outside its pools or ours.
+        outside its pools or ours; ValueError when two go to one target.
         """
+        if len({copy.target for copy in copies}) != len(copies):
+            raise ValueError("two pages with one target")
         for copy in copies:
             self._pools.slot(copy.source)
         return await self._call(copies, epoch)

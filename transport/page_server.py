@@ -11,14 +11,16 @@ up never reach a slot that has meanwhile been filled, published and read.
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
 from transport.errors import ProtocolError, TransferCut, TransportError
 from transport.page_runs import Sink, checksums, give_run, take_run
+from transport.page_settings import ServerSettings, ServerStatistics
 from transport.page_streams import byte_stream
 from transport.page_wire import (
     HELLO_LIMIT,
@@ -26,7 +28,6 @@ from transport.page_wire import (
     Ask,
     Give,
     Hello,
-    PageName,
     Receipt,
     Refused,
     Run,
@@ -40,89 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.shapes import PageRef
-    from transport.page_client import PageParty
+    from transport.page_hosts import PageGiver, PageParty, PageTaker
+    from transport.page_wire import GivenPage, PageName
     from transport.pages import PagePools
 
 REMEMBERED_PAGES = 4096
 """Of each session: pages taken whose receipt may have been lost, so that they may come once more."""
-
-
-class PageGiver(Protocol):
-    """Whose pages are given: what the server asks of its host."""
-
-    async def pin(self, names: Sequence[PageName]) -> Sequence[bool]:
-        """Pin the pages that are there, in this generation and under this key; True for those.
-
-        A pin is counted and expires by itself: the server may be cancelled before it hears the answer.
-        """
-        ...
-
-    def unpin(self, pages: Sequence[PageRef]) -> None:
-        """Give pins back."""
-        ...
-
-    def still_valid(self, page: PageRef) -> bool:
-        """Whether its slot still holds this generation; asked after the bytes were read."""
-        ...
-
-    def checksum_of(self, page: PageRef) -> int | None:
-        """The CRC-32 recorded when the page was sealed; None where there is none."""
-        ...
-
-
-class PageTaker(Protocol):
-    """Who takes pages that are handed over."""
-
-    def accepts(self, target: PageRef) -> bool:
-        """Whether that slot is still leased for this page.
-
-        Asked before each piece that is written there, with no waiting in between, and once at the end.
-        """
-        ...
-
-    def stored(self, target: PageRef) -> None:
-        """Told once when the whole page is there, before the receipt goes out."""
-        ...
-
-
-class ServerSettings(msgspec.Struct, frozen=True):
-    """Whom a server puts up with, and for how long; seconds."""
-
-    connections: int = 64
-    """Clients that have greeted."""
-    greetings: int = 16
-    """Connections that have not said yet who they are; a flood of those keeps no client out for long."""
-    stall_s: float = 2.0
-    """A peer that owes something and neither sends nor takes a byte for so long is cut off."""
-    pin_s: float = 1.0
-    """How long pinning may take before the pages count as absent."""
-    idle_s: float = 60.0
-    """A connection on which nothing was asked for so long is closed; longer than the clients' own."""
-
-
-class ServerStatistics(msgspec.Struct):
-    """What a server has seen."""
-
-    open: int = 0
-    """Clients that are connected."""
-    greeting: int = 0
-    connections: int = 0
-    refused: int = 0
-    """Connections for which there was no room."""
-    superseded: int = 0
-    cuts: int = 0
-    protocol_errors: int = 0
-    """Peers that talked nonsense or did not fit."""
-    given: int = 0
-    """Pages sent whole, as far as this side can tell."""
-    taken: int = 0
-    repeated: int = 0
-    """Pages that came again because their receipt was lost; they were left as they were."""
-    absent: int = 0
-    """Pages that were asked for and not there, changed while they were sent, or were not accepted."""
-    mismatched: int = 0
-    """Pages handed over that did not match their checksum."""
-    pins_late: int = 0
 
 
 class _Session:
@@ -316,7 +240,7 @@ class PageServer:
             self._must_be_ours(targets)
             if len(set(targets)) != len(targets):
                 raise ProtocolError(f"run {give.number} names a target twice")
-            again = [session.taken.get(page.target) == page.checksum for page in give.pages]
+            again = [self._is_stored(session, page) for page in give.pages]
             sinks = [
                 Sink(self._pools.slot(page.target), page.checksum, self._wanted(page.target, repeated))
                 for page, repeated in zip(give.pages, again, strict=True)
@@ -333,6 +257,11 @@ class PageServer:
             self._statistics.mismatched += taken.mismatched
             stored = [whole or repeated for whole, repeated in zip(taken.whole, again, strict=True)]
             await wire.send(Receipt(give.number, stored))
+
+    def _is_stored(self, session: _Session, page: GivenPage) -> bool:
+        """Whether this page came before, its receipt was lost, and it is still what its slot holds."""
+        known = session.taken.get(page.target) == page.checksum
+        return known and zlib.crc32(self._pools.slot(page.target)) == page.checksum
 
     def _wanted(self, target: PageRef, repeated: bool) -> Callable[[], bool]:
         taker = self._taker

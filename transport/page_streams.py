@@ -30,6 +30,10 @@ UNSENT_BYTES = 1 << 20
 """A sender is woken when the kernel holds less than this that is not on its way (TCP_NOTSENT_LOWAT)."""
 
 
+class Stalled(TransferCut):
+    """The peer kept us waiting for longer than it may."""
+
+
 class ByteStream(Protocol):
     """A reliable stream of bytes, both ways; one task at a time sends, one receives."""
 
@@ -41,7 +45,7 @@ class ByteStream(Protocol):
         """Wait for bytes and put some where `room()` says; returns how many, 0 at the stream's end.
 
         `room()` is called once the bytes are there and must always give at least one byte of room.
-        Raises TransferCut when the stream broke or nothing came for `patience_s` seconds.
+        Raises TransferCut when the stream broke, Stalled when nothing came for `patience_s` seconds.
         """
         ...
 
@@ -73,7 +77,7 @@ class SocketBytes:
                 with trio.move_on_after(self._stall_s) as scope:
                     await trio.lowlevel.wait_writable(self._socket)
                 if scope.cancelled_caught:
-                    raise TransferCut(f"the peer took nothing for {self._stall_s} s") from None
+                    raise Stalled(f"the peer took nothing for {self._stall_s} s") from None
                 continue
             except OSError as error:
                 raise TransferCut(f"the connection broke: {error.strerror}") from None
@@ -96,7 +100,7 @@ class SocketBytes:
                 with trio.move_on_after(patience_s) as scope:
                     await trio.lowlevel.wait_readable(self._socket)
                 if scope.cancelled_caught:
-                    raise TransferCut(f"the peer sent nothing for {patience_s} s") from None
+                    raise Stalled(f"the peer sent nothing for {patience_s} s") from None
             except OSError as error:
                 raise TransferCut(f"the connection broke: {error.strerror}") from None
             else:
@@ -127,7 +131,7 @@ class StreamBytes:
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 raise TransferCut("the stream broke") from None
             if scope.cancelled_caught:
-                raise TransferCut(f"the peer took nothing for {self._stall_s} s")
+                raise Stalled(f"the peer took nothing for {self._stall_s} s")
 
     async def receive_into(self, room: Callable[[], memoryview], patience_s: float) -> int:
         if not self._read:
@@ -137,7 +141,7 @@ class StreamBytes:
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 raise TransferCut("the stream broke") from None
             if scope.cancelled_caught:
-                raise TransferCut(f"the peer sent nothing for {patience_s} s")
+                raise Stalled(f"the peer sent nothing for {patience_s} s")
         else:
             await trio.lowlevel.checkpoint()
         target = room()

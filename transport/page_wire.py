@@ -23,6 +23,7 @@ import msgspec
 
 from engine.shapes import PageRef
 from transport.errors import ProtocolError, TransferCut
+from transport.page_streams import Stalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,36 +212,18 @@ class Wire:
         Raises ProtocolError when the peer sends another one or refuses, TransferCut when the connection
         ends or stalls, was damaged, or the peer has no room now.
         """
-        received = await self.receive_if_any(kind, self.stall_s, limit)
-        if received is None:
-            raise TransferCut(f"the connection ended before a {kind.__name__}")
-        return received
-
-    async def receive_if_any(self, kind: type[M], patience_s: float, limit: int = HEADER_LIMIT) -> M | None:
-        """As `receive`, but None when the stream ends here; `patience_s`: how long its start may take."""
-        first = await self._some(_PREFIX.size, patience_s)
+        first = await self._some(_PREFIX.size, self.stall_s)
         if not first:
-            return None
-        prefix = first + await self._exactly(_PREFIX.size - len(first), self.stall_s)
-        size, checksum, prefix_checksum = _PREFIX.unpack(prefix)
-        if zlib.crc32(prefix[: _PREFIX_CHECKED.size]) != prefix_checksum:
-            raise TransferCut("a header was damaged on its way")
-        if size > limit:
-            raise ProtocolError(f"a header of {size} bytes, where {limit} are allowed")
-        encoded = await self._exactly(size, self.stall_s)
-        if zlib.crc32(encoded) != checksum:
-            raise TransferCut("a header was damaged on its way")
+            raise TransferCut(f"the connection ended before a {kind.__name__}")
+        return await self._rest(first, kind, limit)
+
+    async def receive_if_any(self, kind: type[M], idle_s: float, limit: int = HEADER_LIMIT) -> M | None:
+        """As `receive`, but None when the stream ends here or nothing begins to come for `idle_s`."""
         try:
-            message = _decoder.decode(encoded)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"not a header of a page transfer: {error}") from None
-        if isinstance(message, Refused):
-            if message.temporary:
-                raise TransferCut(f"the peer refused: {message.reason}")
-            raise ProtocolError(f"the peer refused: {message.reason}")
-        if not isinstance(message, kind):
-            raise ProtocolError(f"a {type(message).__name__} where a {kind.__name__} was due")
-        return message
+            first = await self._some(_PREFIX.size, idle_s)
+        except Stalled:
+            return None
+        return await self._rest(first, kind, limit) if first else None
 
     async def take_page(self, slot: memoryview, wanted: Callable[[], bool]) -> int | None:
         """Receive the bytes of a page into its slot; returns their CRC-32, None when nobody wants them.
@@ -272,6 +255,28 @@ class Wire:
     async def aclose(self) -> None:
         """Close the connection at once. Idempotent."""
         await self._stream.aclose()
+
+    async def _rest(self, first: bytes, kind: type[M], limit: int) -> M:
+        prefix = first + await self._exactly(_PREFIX.size - len(first), self.stall_s)
+        size, checksum, prefix_checksum = _PREFIX.unpack(prefix)
+        if zlib.crc32(prefix[: _PREFIX_CHECKED.size]) != prefix_checksum:
+            raise TransferCut("a header was damaged on its way")
+        if size > limit:
+            raise ProtocolError(f"a header of {size} bytes, where {limit} are allowed")
+        encoded = await self._exactly(size, self.stall_s)
+        if zlib.crc32(encoded) != checksum:
+            raise TransferCut("a header was damaged on its way")
+        try:
+            message = _decoder.decode(encoded)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"not a header of a page transfer: {error}") from None
+        if isinstance(message, Refused):
+            if message.temporary:
+                raise TransferCut(f"the peer refused: {message.reason}")
+            raise ProtocolError(f"the peer refused: {message.reason}")
+        if not isinstance(message, kind):
+            raise ProtocolError(f"a {type(message).__name__} where a {kind.__name__} was due")
+        return message
 
     def _nowhere(self) -> memoryview:
         if self._scratch is None:

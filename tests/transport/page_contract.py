@@ -23,7 +23,7 @@ import trio
 import trio.testing
 
 from engine.shapes import PageRef
-from transport.page_client import PageParty
+from transport.page_hosts import PageParty
 from transport.pages import PageCopy, PageFetch, PagePool, PagePools
 
 if TYPE_CHECKING:

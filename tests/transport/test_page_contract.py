@@ -10,10 +10,10 @@ import trio
 import trio.testing
 from page_contract import PageTransportContract, PageWorld
 
-from transport.page_client import TransferSettings
 from transport.page_fetch import PageFetcher
 from transport.page_push import PageSender
 from transport.page_server import PageServer
+from transport.page_settings import TransferSettings
 from transport.pages import SharedMemoryPages
 from transport.tcp_pages import serve_tcp_pages, tcp_connector
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from page_contract import PageWorld
 
 from transport.errors import ProtocolError, TransferCut, TransportError
-from transport.page_client import TransferSettings
 from transport.page_fetch import PageFetcher
 from transport.page_push import PageSender
 from transport.page_server import PageServer
+from transport.page_settings import TransferSettings
 from transport.page_wire import framed
 
 if TYPE_CHECKING:
