@@ -12,6 +12,7 @@ from engine.layout import PageTable, TokenLogArena, Vitals
 from engine.messages import ActorKind
 from engine.shapes import PageShape
 from engine.topology import Topology
+from transport.writers import WriterLocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,10 +27,12 @@ LAUNCHER = Incarnation("launcher", 1)
 """There is one launcher a launch; when it dies everything does, so it has one epoch."""
 
 POOL = "pool"
+POOL_NUMBER = 0
 STANDBY = "standby"
 PAGE_TABLE = "page-table"
 TOKEN_LOG = "token-log"
 VITALS = "vitals"
+WRITERS = "writers"
 
 
 def segment_sizes(topology: Topology, shape: PageShape, context_length: int) -> dict[str, int]:
@@ -37,9 +40,10 @@ def segment_sizes(topology: Topology, shape: PageShape, context_length: int) -> 
     sizes = {
         POOL: topology.kv.pages * shape.page_bytes,
         STANDBY: topology.replicator.standby_pages * shape.page_bytes,
-        PAGE_TABLE: topology.kv.pages * PageTable.BYTES,
+        PAGE_TABLE: PageTable.size(topology.kv.pages, shape.tokens, len(topology.actors())),
         TOKEN_LOG: topology.log_slots * TokenLogArena.slot_bytes(context_length),
         VITALS: len(topology.actors()) * Vitals.BYTES,
+        WRITERS: len(topology.actors()) * WriterLocks.BYTES,
     }
     return {name: size for name, size in sizes.items() if size}
 
@@ -69,6 +73,8 @@ class Boot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Descriptor of a gateway's bound TCP socket."""
     clients: dict[str, int] = {}
     """Endpoints at which a gateway's ZeroMQ clients connect, and the descriptors that listen there."""
+    file_tier: str | None = None
+    """Where a replicator keeps pages that memory has no room for."""
 
     @property
     def incarnation(self) -> Incarnation:
@@ -91,5 +97,7 @@ class World:
     segments: Mapping[str, memoryview]
     compute: Compute
     open_backend: Callable[[Boot, memoryview], Backend]
+    gone: Callable[[int, int], bool | None] = lambda ordinal, epoch: None
+    """Whether every thread of an incarnation that could write pages has ended; None: only its reaping tells."""
     serve_door: Callable[..., Any] | None = None
     """How a gateway serves its front door: an async function of (sessions, shutdown); None for none."""

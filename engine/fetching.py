@@ -1,4 +1,4 @@
-"""Pages on their way from below or beside: when fetching pays, and what was asked for.
+"""Pages on their way from below or beside, and down to the file: what is asked of the replicator, and when.
 
     seconds to fetch n pages = start + n × page_s        measured for each kind of source
     seconds to fill them     = n × page_s of a worker    measured when workers fill what nobody has
@@ -6,6 +6,9 @@
 Fetching pays when it takes less. The shape is the usual one of a latency and a rate (Hockney 1994); what
 stands here at first are figures for a small model on two cores, and each measurement moves them by an
 eighth, as TCP smooths its round-trip times (RFC 6298).
+
+A fetch is a filling of its own (`engine.filling`): others wait for it as for a worker that computes. Its
+targets are leased to the replicator and pinned until it has ended, since what has arrived is nobody's.
 """
 
 from __future__ import annotations
@@ -13,18 +16,37 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from engine.core import Send
+from engine.filling import Filling
+from engine.ids import SequenceKey
+from engine.lifecycle import PageState
+from engine.messages import FetchWanted, PageSource, PageWanted, SpillWanted
+
 if TYPE_CHECKING:
     from engine.core import Statistics
-    from engine.filling import FillingName
-    from engine.messages import PageSource
+    from engine.filling import Ahead, FillingName, Fillings
+    from engine.ids import Incarnation
+    from engine.layout import Owner
+    from engine.messages import FetchEnded, FileKeys, SpillEnded
+    from engine.pages import Pages
+    from engine.shapes import PageRef
 
 Kind = Literal["file", "host"]
+
 SMOOTHING = 1 / 8
+
+SPILL_BELOW = 1 / 8
+"""Of the pool: when fewer pages are free, those that go next are kept in the file."""
+
+SPILLS_MOST = 16
+"""Pages that are being written to the file at once: they cannot be leased meanwhile."""
+
+FILE = PageSource("file")
 
 
 @dataclass(slots=True)
 class Rate:
-    """A latency and the seconds a page, both smoothed."""
+    """A latency and the seconds a page, the latter smoothed."""
 
     start_s: float
     page_s: float
@@ -59,19 +81,161 @@ class FetchCosts:
         }
 
 
-class Missing(NamedTuple):
-    """A page of a chain that is not in memory."""
-
-    key: bytes
-    parent: bytes
-    tokens: bytes
-    block: int
-
-
 class Fetch(NamedTuple):
     """A run of pages that the replicator brings."""
 
     name: FillingName
     source: PageSource
-    pages: tuple[Missing, ...]
-    targets: tuple[int, ...]
+    pages: tuple[Ahead, ...]
+    targets: tuple[PageRef, ...]
+
+
+class Fetches:
+    """What the replicator of a host was asked for."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.costs = FetchCosts()
+        self.replicator: tuple[Incarnation, Owner] | None = None
+        """The living one."""
+        self.landed: dict[int, Kind] = {}
+        """Pages that came by the fetch that ends right now."""
+        self._pages = pages
+        self._under_way: dict[int, Fetch] = {}
+        self._ticket = 0
+        self._in_file: set[bytes] | None = None
+        """Keys of the pages that the file holds; None: there is no file, or nobody has said yet."""
+        self._spilling: set[PageRef] = set()
+        self.fetched: dict[Kind, int] = {"file": 0, "host": 0}
+        self.spilled = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether pages will come back of themselves."""
+        return bool(self._under_way or self._spilling)
+
+    # ── up ────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, filling: Filling, fillings: Fillings) -> list[Send]:
+        """Have the next pages brought, if somebody has them and that is faster than to fill them."""
+        if self.replicator is None:
+            return []
+        wishes: tuple[tuple[Kind, PageSource | None], ...] = (("file", FILE), ("host", filling.elsewhere))
+        for kind, source in wishes:
+            pages = [] if source is None else self._there(filling, kind)[: self._pages.available]
+            if source is not None and self.costs.pays(kind, len(pages)):
+                return [self._ask(filling, fillings, source, pages)]
+        return []
+
+    def _there(self, filling: Filling, kind: Kind) -> list[Ahead]:
+        """The pages from where a filling stands that a source has, one behind the other."""
+        if kind == "file" and not self._in_file:
+            return []
+        pages: list[Ahead] = []
+        for page in filling.ahead():
+            known = page.block < filling.elsewhere_pages if kind == "host" else self._has_file(page.key)
+            if not known:
+                break
+            pages.append(page)
+        return pages
+
+    def _has_file(self, key: bytes) -> bool:
+        return self._in_file is not None and key in self._in_file
+
+    def _ask(self, filling: Filling, fillings: Fillings, source: PageSource, pages: list[Ahead]) -> Send:
+        assert self.replicator is not None
+        replicator, owner = self.replicator
+        targets = tuple(self._pages.take(len(pages), owner))
+        self._pages.cache.pin(ref.index for ref in targets)
+        self._ticket += 1
+        name = (replicator, SequenceKey(self._ticket, 0), 0)
+        end = (pages[-1].block + 1) * filling.chain.page_bytes
+        fillings.put(Filling(name, filling.tokens[:end], filling.chain.copy()))
+        self._under_way[self._ticket] = Fetch(name, source, tuple(pages), targets)
+        wanted = tuple(PageWanted(*page, ref) for page, ref in zip(pages, targets, strict=True))
+        return Send(replicator, FetchWanted(self._ticket, source, wanted))
+
+    def ended(self, message: FetchEnded, fillings: Fillings, now: float) -> Fetch | None:
+        """Take what has landed into the cache; the caller wakes who waited, then `settle`s the fetch."""
+        fetch = self._under_way.pop(message.ticket, None)
+        if fetch is None:
+            return None
+        kind = fetch.source.kind
+        landed = min(message.landed, len(fetch.targets))
+        for ref in fetch.targets[:landed]:
+            self._pages.cache.add(ref.index, now)
+            self.landed[ref.index] = kind
+        self.costs.fetch[kind].saw(landed, message.seconds)
+        self.fetched[kind] += landed
+        if landed < len(fetch.pages):
+            self._not_there(fetch, landed, fillings)
+        return fetch
+
+    def _not_there(self, fetch: Fetch, landed: int, fillings: Fillings) -> None:
+        """A source has less than was thought: whoever asks it again would wait for nothing."""
+        if fetch.source.kind == "file" and self._in_file is not None:
+            self._in_file.difference_update(page.key for page in fetch.pages[landed:])
+            return
+        for filling in fillings:
+            if filling.elsewhere == fetch.source:
+                filling.elsewhere_pages = min(filling.elsewhere_pages, fetch.pages[landed].block)
+
+    def settle(self, fetch: Fetch) -> None:
+        """Let go of the targets; those that did not land are free."""
+        self.landed.clear()
+        self._pages.unpin(ref.index for ref in fetch.targets)
+        table = self._pages.table
+        for ref in fetch.targets:
+            if table.is_current(ref) and table.state(ref.index) in (PageState.LEASED, PageState.OPEN):
+                self._pages.put_back(ref.index)
+
+    # ── down ──────────────────────────────────────────────────────────────────────────────────
+
+    def spill(self) -> list[Send]:
+        """When pages become scarce, have those that go next written to the file before they go."""
+        pages, room = self._pages, SPILLS_MOST - len(self._spilling)
+        if self.replicator is None or self._in_file is None or room <= 0:
+            return []
+        if pages.free >= SPILL_BELOW * pages.table.pages:
+            return []
+        key_of = pages.cache.index.key_of
+        going = [page for page in pages.cache.coming(SPILLS_MOST) if not self._has_file(key_of(page))][:room]
+        if not going:
+            return []
+        refs = tuple(pages.table.ref(page) for page in going)
+        pages.cache.pin(going)
+        self._spilling.update(refs)
+        return [Send(self.replicator[0], SpillWanted(refs))]
+
+    def spill_ended(self, message: SpillEnded) -> None:
+        """These were written, or not: they may go."""
+        ended = self._spilling & set(message.pages)
+        self._spilling -= ended
+        self._pages.unpin(page.index for page in ended)
+        self.spilled += len(ended)
+
+    def in_file(self, message: FileKeys) -> None:
+        """What the file holds."""
+        known = set() if message.whole or self._in_file is None else self._in_file
+        self._in_file = (known - set(message.removed)) | set(message.added)
+
+    def lose(self, replicator: Incarnation) -> None:
+        """The replicator is dead: nothing that it was asked for will come."""
+        if self.replicator is None or self.replicator[0] != replicator:
+            return
+        self.replicator, self._in_file = None, None
+        self._pages.unpin(page.index for page in self._spilling)
+        self._spilling.clear()
+        for fetch in self._under_way.values():
+            # Its targets are in quarantine: it may still write them.
+            self._pages.unpin(ref.index for ref in fetch.targets)
+        self._under_way.clear()
+
+    def statistics(self) -> Statistics:
+        return {
+            "pages_fetching": sum(len(fetch.targets) for fetch in self._under_way.values()),
+            **{f"pages_from_{kind}": count for kind, count in self.fetched.items()},
+            "pages_in_file": len(self._in_file or ()),
+            "pages_spilling": len(self._spilling),
+            "pages_spilled": self.spilled,
+            **self.costs.statistics(),
+        }

@@ -16,7 +16,7 @@ waits; so somebody always goes on, and when it ends, however it ends, those who 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 
 FillingName = tuple["Incarnation", "SequenceKey", int]
 """The worker (or replicator), the choice of a request, and its term (or the ticket of a fetch)."""
+
+
+class Ahead(NamedTuple):
+    """A page of a log that its filling has not come to."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    block: int
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +71,13 @@ class Filling:
         """The tokens of the page it stands before; empty at its end."""
         size = self.chain.page_bytes
         return self.tokens[self.chain.pages * size : (self.chain.pages + 1) * size]
+
+    def ahead(self) -> Iterator[Ahead]:
+        """The pages from where it stands, as long as somebody wants to know."""
+        chain, size = self.chain.copy(), self.chain.page_bytes
+        while tokens := self.tokens[chain.pages * size : (chain.pages + 1) * size]:
+            parent, block = chain.parent, chain.pages
+            yield Ahead(chain.append(tokens), parent, tokens, block)
 
     def go_to(self, pages: int) -> None:
         """Stand behind so many pages of the log."""

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from actors.boot import POOL, STANDBY, VITALS, Boot, longest_context, segment_sizes
+from actors.boot import POOL, STANDBY, VITALS, WRITERS, Boot, longest_context, segment_sizes
 from actors.launcher import Launcher
 from actors.listeners import address_of, bind_client_paths, bind_client_ports, bind_doors
 from actors.logs import open_log
@@ -50,6 +50,7 @@ from engine.model import ModelConfig, read_config
 from engine.supervision import Announce, raise_if_failed
 from engine.topology import Topology, parse
 from transport.segments import create_segment, map_segment
+from transport.writers import WriterLocks
 from transport.zeromq import ZeroMQNetwork
 
 if TYPE_CHECKING:
@@ -94,6 +95,17 @@ class Launch:
     run_dir: Path
     segments: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def file_tier(self) -> str | None:
+        """Where pages lie that memory has no room for."""
+        from kernels.prepare import cache_dir
+
+        table = self.topology.allocator
+        if not table.file_bytes:
+            return None
+        default = cache_dir() / "pages" / f"{self.model_folder.name}.pages"
+        return str(Path(table.file).expanduser().absolute() if table.file else default)
+
     def boot(self, endpoint: str, actor: Actor, incarnation: Incarnation) -> Boot:
         """What an incarnation is told."""
         listener = self.listeners.get(actor.name)
@@ -115,6 +127,7 @@ class Launch:
             segments={name: self.segments[name] for name in sorted(needed)},
             listener=None if listener is None else listener.fileno(),
             clients={at: door.fileno() for at, door in self.clients.get(actor.name, {}).items()},
+            file_tier=self.file_tier if actor.kind == "replicator" else None,
         )
 
     def url(self) -> str:
@@ -218,6 +231,9 @@ def make_segments(launch: Launch, stack: ExitStack) -> None:
     for name, size in sizes.items():
         launch.segments[name] = create_segment(name, size)
         stack.callback(os.close, launch.segments[name])
+    writers = map_segment(launch.segments[WRITERS])
+    WriterLocks(writers.view, len(launch.topology.actors())).initialise()
+    writers.close()
 
 
 def check_memory(topology: Topology, needed: int) -> None:

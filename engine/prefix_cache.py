@@ -153,8 +153,7 @@ class PrefixCache:
         assert all(count > 0 for count in self._pins.values())
         for page in range(self.table.pages):
             cached = page in self.index
-            # A page that is not held may not be idle yet: word of it is under way.
-            assert page not in self._idle or (cached and not self.held(page)), f"page {page} is not idle"
+            assert page not in self._idle or cached, f"page {page} is idle and not cached"
             if cached:
                 assert self.table.state(page) is PageState.SEALED, f"cached page {page} is not sealed"
                 assert self.table.sealed(page)[:3] == (

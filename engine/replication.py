@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
-from engine.messages import Drain, PagesSealed, Roster, Stop
+from engine.messages import Drain, FetchWanted, PagesSealed, Roster, SpillWanted, Stop
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +58,8 @@ class ReplicationPlan:
                 return []
             case Roster() | Drain() | Stop():
                 return []
+            case FetchWanted() | SpillWanted():
+                raise TypeError(f"{type(message).__name__} is the actor's own")
             case _:
                 assert_never(message)
 

@@ -1,17 +1,22 @@
 """The topology file: which actors there are, where they listen and how much they may hold.
 
     [model]              which model
-    [kv]                 the pool of pages
+    [kv]                 the pool of pages of a host
+    [host.NAME]          one table a host; none: there is one host, which needs no name
     [gateway.NAME]       one table a gateway
     [worker.NAME]        one table a worker; its role says what may be placed there
     [scheduler] [allocator] [replicator] [health] [launch]
 
-Every key has a default but the role of a worker. Unknown keys are errors, and an error names the
-key, its value and what was expected.
+Every key has a default but the role of a worker and, where there are hosts, their addresses and who is on
+which. Unknown keys are errors, and an error names the key, its value and what was expected.
+
+With hosts each has an allocator and a replicator of its own, `allocator-NAME` and `replicator-NAME`; the
+health monitor and the scheduler are on the first. The file is the same on every host, and so are ordinals.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import tomllib
 from copy import deepcopy
@@ -65,9 +70,22 @@ class KVTable(_Table, frozen=True):
     dtype: KVDtype = "float16"
 
 
+class HostTable(_Table, frozen=True, kw_only=True):
+    """One machine of several."""
+
+    address: str
+    """The IP address at which the other hosts reach it. Its actors listen there, and nowhere else."""
+    control_port: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = 7450
+    """Where the launcher of the first host listens for the others; of them it is not used."""
+    pages_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    """Where pages are fetched from; 0 takes a free one."""
+
+
 class GatewayTable(_Table, frozen=True):
     """One front door."""
 
+    on: str = ""
+    """The host that it is on, where there are hosts."""
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 8000
     """0 takes a free one; the launcher prints it."""
@@ -89,6 +107,8 @@ class WorkerTable(_Table, frozen=True, kw_only=True):
     """One worker."""
 
     role: Role
+    on: str = ""
+    """The host that it is on, where there are hosts."""
     backend: BackendName = "auto"
     """auto: native, or torch on a machine without compiled kernels."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
@@ -126,6 +146,10 @@ class AllocatorTable(_Table, frozen=True):
     eviction: Literal["cost", "lru"] = "cost"
     """Which cached pages go first: by what they cost and how likely they are wanted again, or the least
     recently used."""
+    file_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)] = 0
+    """A file of so many bytes at most keeps pages that memory has no room for, across launches too; 0: none."""
+    file: str = ""
+    """Where it lies; empty: in the cache folder, by the model's name. One launch at a time can use it."""
 
 
 class ReplicatorTable(_Table, frozen=True):
@@ -147,7 +171,8 @@ class LaunchTable(_Table, frozen=True):
     """How the launcher starts and stops."""
 
     link: Literal["ipc", "tcp"] = "ipc"
-    """How actors of this host talk: unix sockets in the run directory, or tcp on loopback."""
+    """How actors of this host talk: unix sockets in the run directory, or tcp on loopback. Where there are
+    several hosts it is tcp at the host's address."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     start_s: Seconds = 60.0
     """All actors must be ready within this time."""
@@ -164,6 +189,7 @@ class Topology(_Table, frozen=True, kw_only=True):
 
     model: ModelTable = ModelTable()
     kv: KVTable = KVTable()
+    host: dict[str, HostTable] = {}
     gateway: dict[str, GatewayTable]
     worker: dict[str, WorkerTable]
     scheduler: SchedulerTable = SchedulerTable()
@@ -172,31 +198,79 @@ class Topology(_Table, frozen=True, kw_only=True):
     health: HealthTable = HealthTable()
     launch: LaunchTable = LaunchTable()
 
-    def actors(self) -> tuple[Actor, ...]:
-        """All actors in start order; the position is the ordinal that shared memory knows them by."""
-        kinds: list[tuple[str, ActorKind]] = [
-            ("health", "health"),
-            ("allocator", "allocator"),
-            ("scheduler", "scheduler"),
-            ("replicator", "replicator"),
-            *((name, "gateway") for name in self.gateway),
-            *((name, "worker") for name in self.worker),
-        ]
-        return tuple(Actor(name, kind, ordinal) for ordinal, (name, kind) in enumerate(kinds))
+    def hosts(self) -> tuple[str, ...]:
+        """The names of all hosts, the one with the scheduler and the health monitor first; "" is the only one."""
+        return tuple(self.host) or ("",)
 
-    @property
-    def log_slots(self) -> int:
-        """Slots of the token-log arena."""
-        return sum(table.max_open for table in self.gateway.values())
+    def actors(self, host: str | None = None) -> tuple[Actor, ...]:
+        """All actors, or those of a host, in start order.
+
+        The ordinal is the position among all: by it shared memory knows them, and every host the same.
+        """
+        first, hosts = self.hosts()[0], self.hosts()
+        places: list[tuple[str, ActorKind, str]] = [
+            ("health", "health", first),
+            *((of_host("allocator", name), "allocator", name) for name in hosts),
+            ("scheduler", "scheduler", first),
+            *((of_host("replicator", name), "replicator", name) for name in hosts),
+            *((name, "gateway", table.on) for name, table in self.gateway.items()),
+            *((name, "worker", table.on) for name, table in self.worker.items()),
+        ]
+        return tuple(
+            Actor(name, kind, ordinal, on)
+            for ordinal, (name, kind, on) in enumerate(places)
+            if host is None or on == host
+        )
+
+    def host_of(self, actor: str) -> str:
+        """The host that an actor is on; KeyError when the topology has no such actor."""
+        for known in self.actors():
+            if known.name == actor:
+                return known.host
+        raise KeyError(actor)
+
+    def allocator_of(self, actor: str) -> str:
+        """The allocator of the pages that an actor of this name can map."""
+        return of_host("allocator", self.host_of(actor))
+
+    def replicator_of(self, actor: str) -> str:
+        """The replicator of an actor's host."""
+        return of_host("replicator", self.host_of(actor))
+
+    def gateways_on(self, host: str) -> dict[str, GatewayTable]:
+        """The gateways of a host."""
+        return {name: table for name, table in self.gateway.items() if table.on == host}
+
+    def workers_on(self, host: str) -> dict[str, WorkerTable]:
+        """The workers of a host."""
+        return {name: table for name, table in self.worker.items() if table.on == host}
+
+    def log_slots(self, host: str = "") -> int:
+        """Slots of a host's token-log arena."""
+        return sum(table.max_open for table in self.gateways_on(host).values())
 
     def log_slots_of(self, gateway: str) -> range:
-        """The slots that belong to one gateway."""
+        """The slots that belong to one gateway, in the arena of its host."""
         first = 0
-        for name, table in self.gateway.items():
+        for name, table in self.gateways_on(self.gateway[gateway].on).items():
             if name == gateway:
                 return range(first, first + table.max_open)
             first += table.max_open
         raise KeyError(gateway)
+
+    def agreement(self) -> str:
+        """What the launchers of all hosts must have read alike, as text to be compared.
+
+        Who is where, what listens for other hosts, and what a page is. The rest may differ by `--set`.
+        """
+        actors = [(actor.name, actor.kind, actor.host) for actor in self.actors()]
+        roles = [table.role for table in self.worker.values()]
+        return msgspec.json.encode((self.host, actors, roles, self.kv)).decode()
+
+
+def of_host(name: str, host: str) -> str:
+    """What the one of a kind on a host is called, as in "allocator-a"; the only host needs no name."""
+    return f"{name}-{host}" if host else name
 
 
 class Actor(msgspec.Struct, frozen=True):
@@ -205,6 +279,7 @@ class Actor(msgspec.Struct, frozen=True):
     name: str
     kind: ActorKind
     ordinal: int
+    host: str = ""
 
 
 TABLES: dict[str, type[_Table]] = {
@@ -216,7 +291,11 @@ TABLES: dict[str, type[_Table]] = {
     "health": HealthTable,
     "launch": LaunchTable,
 }
-NAMED_TABLES: dict[str, type[_Table]] = {"gateway": GatewayTable, "worker": WorkerTable}
+NAMED_TABLES: dict[str, type[_Table]] = {
+    "host": HostTable,
+    "gateway": GatewayTable,
+    "worker": WorkerTable,
+}
 FIXED_NAMES = ("health", "allocator", "scheduler", "replicator", "launcher")
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
@@ -254,7 +333,7 @@ def _resolve(data: dict[str, Any], source: str) -> Topology:
     }
     for key, kind in NAMED_TABLES.items():
         named = data.get(key, {})
-        if not isinstance(named, dict) or not named:
+        if not isinstance(named, dict) or not (named or key == "host"):
             raise _wrong(f"{source}: [{key}.NAME]: at least one such table is needed")
         for name in named:
             if not NAME.fullmatch(name) or name in FIXED_NAMES:
@@ -346,20 +425,26 @@ def _show(value: object) -> str:
 
 
 def _check(topology: Topology, source: str) -> None:
+    _check_hosts(topology, source)
     roles = {table.role for table in topology.worker.values()}
     for needed in ("prefill", "decode"):
         if not roles & {needed, "both"}:
             raise _wrong(
                 f'{source}: worker.*.role: no worker can {needed}; give one the role "{needed}" or "both"'
             )
-    names = [*topology.gateway, *topology.worker]
-    doors: dict[tuple[str, int], str] = {}
+    if not any(_computes(topology, host) for host in topology.hosts()):
+        raise _wrong(
+            f"{source}: worker.*.on: no host has workers for prefill and for decode, and a request is "
+            "computed on one host; expected both on some host"
+        )
+    names = [actor.name for actor in topology.actors()]
+    doors: dict[tuple[str, str, int], str] = {}
     for name in names:
         if names.count(name) > 1:
             raise _wrong(f"{source}: the name {name!r} is given to two actors")
     for name, gateway in topology.gateway.items():
         for key, port in (("port", gateway.port), ("zmq_port", gateway.zmq_port)):
-            door = (gateway.host, port or 0)
+            door = (gateway.on, gateway.host, port or 0)
             if port and door in doors:
                 raise _wrong(
                     f"{source}: gateway.{name}.{key} = {port}: gateway.{doors[door]} listens there "
@@ -372,5 +457,45 @@ def _check(topology: Topology, source: str) -> None:
             f"{source}: health.deadline_s = {health.deadline_s:g}: expected at least two turns of "
             f"health.tick_s = {health.tick_s:g}"
         )
-    if len(topology.gateway) > 255 - len(FIXED_NAMES) or len(names) > 1 << (EPOCH_BITS // 2):
+    last = max(actor.ordinal for actor in topology.actors() if actor.kind == "gateway")
+    if last > 255 or len(names) > 1 << (EPOCH_BITS // 2):
         raise _wrong(f"{source}: gateway.*, worker.*: {len(names)} actors are more than a topology may have")
+
+
+def _check_hosts(topology: Topology, source: str) -> None:
+    """Who is on which host, and that each host can be told from the others."""
+    addresses: dict[str, str] = {}
+    for host, table in topology.host.items():
+        key = f"{source}: host.{host}.address = {_show(table.address)}"
+        try:
+            address = ipaddress.ip_address(table.address)
+        except ValueError:
+            raise _wrong(f"{key}: expected an IP address, as in 10.77.0.1") from None
+        if address.is_unspecified or address.is_multicast:
+            raise _wrong(f"{key}: expected the address of one machine, which the others reach")
+        if str(address) in addresses:
+            raise _wrong(f"{key}: host.{addresses[str(address)]} has it already; expected one of its own")
+        addresses[str(address)] = host
+        if table.control_port == table.pages_port:
+            raise _wrong(
+                f"{source}: host.{host}.pages_port = {table.pages_port}: is its control_port too; "
+                "expected another port, or 0 for a free one"
+            )
+    there = ", ".join(topology.host) or "none"
+    placed: list[tuple[str, str]] = [
+        *((f"gateway.{name}", gateway.on) for name, gateway in topology.gateway.items()),
+        *((f"worker.{name}", worker.on) for name, worker in topology.worker.items()),
+    ]
+    for actor, on in placed:
+        if on not in topology.hosts():
+            said = f"{actor}.on = {_show(on)}: no such host" if on else f"{actor}: the key 'on' is needed"
+            raise _wrong(f"{source}: {said}; the hosts are: {there}")
+    for host in topology.host:
+        if host not in {on for _, on in placed}:
+            raise _wrong(f"{source}: host.{host}: has no gateway and no worker; expected one `on` it")
+
+
+def _computes(topology: Topology, host: str) -> bool:
+    """Whether a request can be computed wholly on a host."""
+    roles = {table.role for table in topology.workers_on(host).values()}
+    return all(roles & {needed, "both"} for needed in ("prefill", "decode"))

@@ -143,6 +143,7 @@ class System:
             segments=self._segments,
             compute=self._compute,
             open_backend=self._open_backend,
+            gone=self.gone,
         )
         life = Life(make_actor(world))
         self._lives[incarnation] = life
@@ -166,6 +167,15 @@ class System:
             life.killed = True
             self._memory.cut(life.actor.post.inbox.endpoint)
             life.scope.cancel()
+
+    def gone(self, ordinal: int, epoch: int) -> bool | None:
+        """What the writers' locks say of an incarnation: a task that was killed may write until it ends."""
+        if epoch > self.vitals.epoch(ordinal):
+            return None
+        return not any(
+            life.actor.boot.ordinal == ordinal and incarnation.epoch <= epoch
+            for incarnation, life in self._lives.items()
+        )
 
     def kill_actor(self, name: str) -> Incarnation | None:
         """Kill whichever incarnation of an actor lives; None when none does."""
@@ -256,7 +266,7 @@ class System:
     async def settle(self) -> None:
         """Wait until every actor is alive and has nothing left, then check everybody's invariants.
 
-        After this every page is free, every log slot too, and no request is left anywhere.
+        After this every page is free or cached, every log slot free, and no request is left anywhere.
         """
         names = {actor.name for actor in self.topology.actors()}
 
@@ -276,6 +286,7 @@ class System:
             figures = actor.statistics()
             if figures.get("requests", 0) or figures.get("sequences", 0) or figures.get("fences_waiting", 0):
                 return False
-            if "pages_total" in figures and figures["pages_free"] != figures["pages_total"]:
+            unused = figures.get("pages_free", 0) + figures.get("pages_cached", 0)
+            if unused != figures.get("pages_total", 0):
                 return False
         return True

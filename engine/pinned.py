@@ -1,0 +1,91 @@
+"""Prefixes that clients keep in memory, whatever the pressure, for a time.
+
+A gateway says what it wants kept, again to every new allocator; a pin goes with it, at its time, or at its
+word. All together may have a part of the pool: the rest must do for those who compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.chain import chain_root
+from engine.messages import PinFact, PinWanted
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from engine.core import Statistics
+    from engine.ids import Incarnation
+    from engine.pages import Pages
+
+PINNED_MOST = 0.5
+"""Of the pool."""
+
+
+@dataclass(slots=True)
+class Pin:
+    """Pages that a client wants kept."""
+
+    pages: list[int]
+    until: float
+
+
+class Pinned:
+    """All pins, by gateway and name."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.identities: dict[Incarnation, str] = {}
+        """What keys and values of each worker depend on beside the tokens."""
+        self._pages = pages
+        self._pins: dict[tuple[Incarnation, str], Pin] = {}
+
+    def want(self, gateway: Incarnation, message: PinWanted, now: float) -> list[PinFact]:
+        """Keep the cached pages of a prefix, in place of what that name kept, or let go of them."""
+        name = (gateway, message.name)
+        before = self._pins.pop(name, None)
+        if before is not None:
+            self._pages.unpin(before.pages)
+        if not message.tokens or message.until <= now:
+            return []
+        most = len(message.tokens) // (4 * self._pages.table.page_tokens)
+        found: list[int] = []
+        for identity in sorted(set(self.identities.values())):
+            pages = self._pages.cache.find(chain_root(identity, message.salt), message.tokens, most, now)
+            found = max(found, pages, key=len)
+        kept = self._kept()
+        limit = int(PINNED_MOST * self._pages.table.pages)
+        if len(kept | set(found)) > limit:
+            refused = f"{len(kept)} pages are pinned, {len(found)} more would pass the {limit} that may be"
+            return [PinFact(message.name, 0, refused)]
+        self._pages.cache.pin(found)
+        self._pins[name] = Pin(found, message.until)
+        return [PinFact(message.name, len(found))]
+
+    def _kept(self) -> set[int]:
+        return {page for pin in self._pins.values() for page in pin.pages}
+
+    def lose(self, gateways: Collection[Incarnation]) -> None:
+        """These are dead, and their pins with them."""
+        self._drop(name for name in tuple(self._pins) if name[0] in gateways)
+
+    def expire(self, now: float) -> bool:
+        """Let go of what has had its time; whether there was any."""
+        return self._drop(name for name, pin in tuple(self._pins.items()) if pin.until <= now)
+
+    def _drop(self, names: Iterable[tuple[Incarnation, str]]) -> bool:
+        dropped = [self._pins.pop(name) for name in names]
+        for pin in dropped:
+            self._pages.unpin(pin.pages)
+        return bool(dropped)
+
+    def deadline(self) -> float | None:
+        """When the next one runs out."""
+        return min((pin.until for pin in self._pins.values()), default=None)
+
+    def check(self) -> None:
+        assert len(self._kept()) <= PINNED_MOST * self._pages.table.pages
+        assert all(self._pages.cache.held(page) for page in self._kept())
+
+    def statistics(self) -> Statistics:
+        return {"prefixes_pinned": len(self._pins), "pages_kept": len(self._kept())}
