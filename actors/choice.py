@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from actors.metrics import RequestMetrics
     from actors.sessions import FinishReason, Generation
     from engine.ids import SequenceKey
+    from engine.messages import Cached
     from engine.model import ModelConfig
     from engine.sampling import TokenLogprobs
     from engine.text import TextCodec
@@ -88,6 +89,7 @@ class Choice:
         self._resuming = False
         self._strangers = ""
         self._placed = False
+        self._cached: Cached | None = None
         self._metrics = metrics
         self._logs_tokens = logs_tokens
         self._bound = {"request_id": request_name(key.request)}
@@ -102,9 +104,13 @@ class Choice:
             self._placed = True
             self._metrics.queue_time.observe(trio.current_time() - self._opened)
 
-    def handed_over(self) -> None:
-        """A decode worker has it: if it had tokens before, the next one ends a pause worth telling."""
+    def handed_over(self, cached: Cached | None) -> None:
+        """A decode worker has it: if it had tokens before, the next one ends a pause worth telling.
+
+        `cached`: what of its prompt was found, as its ledger has it.
+        """
         self._resuming = self._transcript.tokens > 0
+        self._cached = cached
 
     def placement_refused(self, strangers: str) -> None:
         """It was placed on workers that this gateway does not know: told once, though tried many times.
@@ -130,7 +136,7 @@ class Choice:
             seconds = now - self._opened
             # The prompt of a request is processed once, whatever the number of its choices.
             prompt = len(self._generation.prompt) if self.key.choice == 0 else 0
-            self._metrics.first_token(seconds, prompt)
+            self._metrics.first_token(seconds, prompt, self._cached)
             log.info("first_token_committed", **self._bound, seconds=round(seconds, 4))
         else:
             gap = now - self._last_token
@@ -166,7 +172,8 @@ class Choice:
             self._flushed = True
             self._text += self._transcript.flush()
         prompt, tokens = len(self._generation.prompt), self._transcript.tokens
-        self.end = End(reason, prompt, tokens, error, self.key.choice)
+        cached = self._cached if self.key.choice == 0 else None
+        self.end = End(reason, prompt, tokens, error, self.key.choice, cached)
         self._wake()
         seconds = trio.current_time() - self._opened
         self._metrics.ended(reason, seconds)
@@ -176,6 +183,7 @@ class Choice:
             reason=reason,
             error=error,
             prompt_tokens=prompt,
+            **({} if cached is None else {"cached_tokens": cached.tokens}),
             completion_tokens=tokens,
             seconds=round(seconds, 4),
         )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from actors.sessions import FinishReason
     from engine.core import Statistics
     from engine.ids import Incarnation, SequenceKey
-    from engine.ledger import Effect
+    from engine.ledger import Effect, Entry
     from engine.messages import Member, Message, ToGateway
     from engine.transcript import Position
 
@@ -118,6 +118,7 @@ class GatewayActor(Actor):
                 client=generation.client,
                 priority=generation.priority,
                 keepsake=_keepsake(generation) if generation.resumable else b"",
+                cache_salt=generation.cache_salt,
             )
         except LedgerFull:
             self.metrics.refused("queue_full")
@@ -305,6 +306,7 @@ class GatewayActor(Actor):
                 msgspec.msgpack.decode(first.record.keepsake, type=Generation),
                 prompt=tuple(first.log[: first.prompt_length]),
                 sampling=first.record.sampling,
+                cache_salt=first.record.cache_salt,
             )
             keys = [entry.key for entry in entries]
             request = self._enter(number, generation, keys, first.record.arrival)
@@ -387,12 +389,14 @@ class GatewayActor(Actor):
                 effects = self.core.handle(source, cast("ToGateway", message), now)
                 # What came too late changed nothing, and is no part of the request's story.
                 if entry is not None and (entry.term, entry.state) != before:
-                    self._tell(source, message)
+                    self._tell(source, entry, message)
             case _:
                 effects = self.core.handle(source, cast("ToGateway", message), now)
         self._apply(effects)
 
-    def _tell(self, source: Incarnation, message: Place | TermAccepted | Preempt | SequenceLost) -> None:
+    def _tell(
+        self, source: Incarnation, entry: Entry, message: Place | TermAccepted | Preempt | SequenceLost
+    ) -> None:
         """Log a message that moved a request."""
         bound = log.bind(request_id=request_name(message.key.request))
         match message:
@@ -405,7 +409,7 @@ class GatewayActor(Actor):
                     self._choices[message.key].placed()
             case TermAccepted(term=term):
                 bound.info("request_handed_over", term=term)
-                self._choices[message.key].handed_over()
+                self._choices[message.key].handed_over(entry.cached)
             case Preempt(term=term):
                 bound.info("request_preempted", term=term)
             case SequenceLost(term=term, reason=reason, detail=detail):
@@ -429,4 +433,6 @@ class GatewayActor(Actor):
 
 def _keepsake(generation: Generation) -> bytes:
     """What the arena has not anyway."""
-    return msgspec.msgpack.encode(msgspec.structs.replace(generation, prompt=(), sampling=SamplingParams()))
+    return msgspec.msgpack.encode(
+        msgspec.structs.replace(generation, prompt=(), sampling=SamplingParams(), cache_salt="")
+    )

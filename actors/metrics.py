@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from engine.core import Statistics
     from engine.layout import Vitals
-    from engine.messages import ActorKind
+    from engine.messages import ActorKind, Cached
     from engine.model import ModelConfig
     from engine.topology import Actor
 
@@ -53,6 +54,10 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
              480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 # A place that is free is found within a millisecond here, which vLLM's bounds cannot tell from 0.3 s.
 QUEUE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, *REQUEST_S)
+
+
+SOURCES = ("computed", "memory", "worker", "host", "file", "unknown")
+"""Where the tokens of prompts come from: the fields of `engine.messages.Cached`, and what is none of them."""
 
 
 class Histogram:
@@ -91,14 +96,26 @@ class RequestMetrics:
         self.end_to_end = Histogram(REQUEST_S)
         self.queue_time = Histogram(QUEUE_S)
         self._prompt_tokens = 0
+        self._prompt_sources: Counter[str] = Counter()
         self._ends: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._resumed = 0
 
-    def first_token(self, seconds: float, prompt_tokens: int) -> None:
-        """The first token was committed so long after the admission: the prompt has been processed."""
+    def first_token(self, seconds: float, prompt_tokens: int, cached: Cached | None = None) -> None:
+        """The first token was committed so long after the admission: the prompt has been processed.
+
+        `cached`: what of the prompt was found instead of being computed; None when nobody knows.
+        """
         self.time_to_first_token.observe(seconds)
         self._prompt_tokens += prompt_tokens
+        if not prompt_tokens:
+            return
+        if cached is None:
+            self._prompt_sources["unknown"] += prompt_tokens
+            return
+        for source, tokens in msgspec.structs.asdict(cached).items():
+            self._prompt_sources[source] += tokens
+        self._prompt_sources["computed"] += prompt_tokens - cached.tokens
 
     def ended(self, reason: str, seconds: float) -> None:
         """A request ended; durations are those of answers that are complete."""
@@ -129,6 +146,15 @@ class RequestMetrics:
             "request_queue_time_seconds", "From the admission to the first placement on workers."
         )
         yield _counter("prompt_tokens", "Prompt tokens of requests that got a token.", self._prompt_tokens)
+        sources = CounterMetricFamily(
+            f"{PREFIX}prompt_tokens_by_source",
+            "The same by where their keys and values came from: computed, or found in the prefix cache; "
+            "unknown where a request lost its worker, or its gateway, meanwhile.",
+            labels=("source",),
+        )
+        for source in SOURCES:
+            sources.add_metric((source,), self._prompt_sources[source])
+        yield sources
         success = CounterMetricFamily(
             f"{PREFIX}request_success", "Complete answers.", labels=("finished_reason",)
         )

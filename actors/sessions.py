@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from engine.messages import Cached
 from engine.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """Who asks, for fair shares: never a secret, since it is logged."""
     priority: int = 0
     """Of all requests of a client, those with the lowest number go first."""
+    cache_salt: str = ""
+    """Its pages are found again by requests of equal salt only."""
     resumable: bool = False
     """A client that goes away may come back for it, also after the gateway has died."""
     key: str = ""
@@ -97,6 +100,11 @@ class End(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     """One line for a person when the reason is "error"."""
     choice: int = 0
+    cached: Cached | None = None
+    """What of the prompt was found instead of being computed, told with choice 0: all share one prompt.
+
+    None when nobody knows: it lost its worker before that one had it, or its gateway.
+    """
 
 
 class Refused(Exception):

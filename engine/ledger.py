@@ -14,6 +14,9 @@ wants any more, whichever message about it was lost or late, is dropped the firs
 Losing a worker loses no token: the request waits again with its whole log, and since a sampled
 token is a pure function of the log, the next worker goes on with the same bits.
 
+What was found of a prompt instead of being computed counts once, when it is taken up for the first time: a
+choice that is placed again finds the pages that it has filled itself, and that is no hit of its client's.
+
 Losing the gateway loses none either. A request with a *keepsake* (what its door needs to go on) is
 taken over by the next incarnation as if its worker had been lost: its logs are in the arena. Its
 slots stay when it has ended, until `release` says that its client has everything:
@@ -33,8 +36,10 @@ from engine.ids import SequenceKey, pack_request
 from engine.layout import MASK32
 from engine.lifecycle import REQUEST, RequestEvent, RequestState, advance
 from engine.messages import (
+    Cached,
     Cancel,
     Drain,
+    PinFact,
     Place,
     Preempt,
     RequestEnded,
@@ -84,6 +89,8 @@ class AdmissionRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     choices: int = 1
     keepsake: bytes = b""
     """What the door needs to go on with it; without one a request dies with its gateway."""
+    cache_salt: str = ""
+    """Pages are found again by requests of equal salt only."""
 
 
 class Committed(NamedTuple):
@@ -129,6 +136,10 @@ class Entry:
     """Workers that may hold a sequence of the current term."""
     excluding: set[Incarnation] = field(default_factory=set)
     """Workers that it was placed with and that this gateway did not know."""
+    starts: int = 0
+    """Times that a worker may have begun with it."""
+    cached: Cached | None = None
+    """What of its prompt was found; None before the first worker has said so, or when that one was lost."""
 
     @property
     def complete(self) -> bool:
@@ -175,6 +186,7 @@ class Ledger:
         client: str = "",
         priority: int = 0,
         keepsake: bytes = b"",
+        cache_salt: str = "",
     ) -> tuple[tuple[SequenceKey, ...], list[Effect]]:
         """Open the logs of a new request's choices, from the index that `sampling` has on, and submit them.
 
@@ -189,7 +201,17 @@ class Ledger:
         for choice in range(sampling.choice, sampling.choice + n):
             of_choice = msgspec.structs.replace(sampling, choice=choice)
             record = AdmissionRecord(
-                limit, stop_tokens, of_choice, now, min_tokens, logprobs, client, priority, n, keepsake
+                limit,
+                stop_tokens,
+                of_choice,
+                now,
+                min_tokens,
+                logprobs,
+                client,
+                priority,
+                n,
+                keepsake,
+                cache_salt,
             )
             slot = self._free_slots[-1]
             self.arena.open(slot, request, choice, prompt, msgspec.msgpack.encode(record))
@@ -218,7 +240,7 @@ class Ledger:
             key = SequenceKey(record.request, record.choice)
             # Whoever held it, in the term that the arena has or in the next one, holds it no more.
             entry = Entry(
-                key, slot, admitted, list(record.tokens), record.prompt_length, term=record.term + 2
+                key, slot, admitted, list(record.tokens), record.prompt_length, term=record.term + 2, starts=1
             )
             found.setdefault(record.request, []).append(entry)
         for request, entries in found.items():
@@ -297,7 +319,7 @@ class Ledger:
                 return self._take_back(entry, None)
             case SequenceLost():
                 return self._lost(message)
-            case Roster() | Drain() | Stop():
+            case Roster() | Drain() | Stop() | PinFact():
                 return []
             case _:
                 assert_never(message)
@@ -328,7 +350,9 @@ class Ledger:
             record.logprobs,
             record.client,
             record.priority,
+            record.cache_salt,
         )
+        entry.starts += 1
         return [Send(message.prefill, StartPrefill(entry.term, spec, message.decode))]
 
     def _accepted(self, source: Incarnation, message: TermAccepted) -> list[Effect]:
@@ -346,6 +370,8 @@ class Ledger:
         self._set_term(entry, message.term)
         entry.holders = {source}
         entry.refusals = 0
+        if entry.starts == 1:
+            entry.cached = _within(message.cached, entry.prompt_length)
         return [self._fact(entry)]
 
     def _token(self, source: Incarnation, row: TokenRow) -> list[Effect]:
@@ -476,6 +502,7 @@ class Ledger:
             assert list(record.tokens) == entry.log
             assert entry.prompt_length <= len(entry.log) <= entry.record.limit
             assert entry.state is not RequestState.ENDED
+            assert entry.cached is None or 0 <= entry.cached.tokens <= entry.prompt_length
             assert (entry.state is RequestState.WAITING) == (not entry.holders)
 
     def statistics(self) -> Statistics:
@@ -493,3 +520,14 @@ class Ledger:
             "requests_orphaned": self.orphans,
             "requests_adopted": self.adoptions,
         }
+
+
+def _within(cached: Cached, tokens: int) -> Cached:
+    """What a worker says that it found, of so many tokens: nobody is told of more than there are."""
+    if cached.tokens <= tokens and min(cached.memory, cached.worker, cached.host, cached.file) >= 0:
+        return cached
+    counts = []
+    for count in (cached.memory, cached.worker, cached.host, cached.file):
+        counts.append(max(0, min(count, tokens)))
+        tokens -= counts[-1]
+    return Cached(*counts)

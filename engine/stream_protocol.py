@@ -137,6 +137,20 @@ class Delta(StreamMessage, frozen=True, tag="delta"):
     """Of this delta since the stream was created or resumed here, from 1: shows when one was lost."""
 
 
+class CacheUse(msgspec.Struct, frozen=True):
+    """How many tokens of a prompt came from where: together they are all of it."""
+
+    memory: int
+    """From pages in the memory of the worker that took them up, or of an earlier life of it."""
+    worker: int
+    """From pages that another worker of the host had filled."""
+    host: int
+    """From pages that were fetched from another host."""
+    file: int
+    """From pages that were read from the file tier."""
+    computed: int
+
+
 class End(StreamMessage, frozen=True, tag="end"):
     """One choice is complete."""
 
@@ -150,6 +164,11 @@ class End(StreamMessage, frozen=True, tag="end"):
     """It was the last choice: the stream's name is free again."""
     number: int = 0
     """Of the last delta before it."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were found instead of being computed, with choice 0: all choices share one prompt.
+    Absent when nobody knows, as after the death of a gateway."""
+    cache: CacheUse | None = None
+    """The same by where they were, for who asked by `x_estafet`."""
 
 
 class StreamError(msgspec.Struct, frozen=True):

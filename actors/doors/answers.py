@@ -14,7 +14,9 @@ from actors.doors.openai_response import (
     ChunkChoice,
     ChunkDelta,
     Completion,
+    EstafetDetails,
     Logprobs,
+    PromptTokensDetails,
     TextChoice,
     TextCompletion,
     TextLogprobs,
@@ -23,6 +25,7 @@ from actors.doors.openai_response import (
     Usage,
 )
 from actors.doors.ticket import ticket_of
+from engine.stream_protocol import CacheUse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -86,6 +89,7 @@ class ChatAnswer:
         self._generation = generation
         self._include_usage = ticket.include_usage
         self._no_usage = None if ticket.include_usage else UNSET
+        self._tells_cache = ticket.cache
 
     def whole(self, deltas: Sequence[Delta], ends: Sequence[End]) -> Completion:
         """The body of a response that does not stream."""
@@ -109,6 +113,7 @@ class ChatAnswer:
             choices,
             _usage(ends),
             _prompt_ids(self._generation),
+            self._details(ends),
         )
 
     def head(self) -> bytes:
@@ -135,17 +140,26 @@ class ChatAnswer:
         return self._event([ChunkChoice(ChunkDelta(), end.reason, end.choice)], self._no_usage)
 
     def tail(self, ends: Sequence[End]) -> bytes:
-        """The usage, when it was asked for."""
-        return self._event([], _usage(ends)) if self._include_usage else b""
+        """The usage and where the prompt came from, when they were asked for."""
+        if not (self._include_usage or self._tells_cache):
+            return b""
+        usage = _usage(ends) if self._include_usage else UNSET
+        return self._event([], usage, details=self._details(ends))
 
     def _event(
         self,
         choices: list[ChunkChoice],
         usage: Usage | UnsetType | None,
         prompt_ids: list[int] | UnsetType = UNSET,
+        details: EstafetDetails | UnsetType = UNSET,
     ) -> bytes:
-        value = Chunk(self._id, self._created, self._model, self._fingerprint, choices, usage, prompt_ids)
+        value = Chunk(
+            self._id, self._created, self._model, self._fingerprint, choices, usage, prompt_ids, details
+        )
         return b"data: %b\n\n" % _encode(value)
+
+    def _details(self, ends: Sequence[End]) -> EstafetDetails | UnsetType:
+        return EstafetDetails(cache_use(_first(ends))) if self._tells_cache else UNSET
 
     def _logprobs(self, tokens: Iterable[DeltaToken]) -> Logprobs | None:
         if self._generation.logprobs is None:
@@ -177,6 +191,7 @@ class TextAnswer:
             "" if ticket.echo is None else text.decode(generation.prompt[ticket.echo :], controls=True)
         )
         self._include_usage = ticket.include_usage
+        self._tells_cache = ticket.cache
         wanted = 0 if generation.logprobs is None else generation.n
         self._scores = [_Scores(text) for _ in range(wanted)]
 
@@ -195,7 +210,7 @@ class TextAnswer:
                     _prompt_ids(self._generation),
                 )
             )
-        return self._completion(choices, _usage(ends))
+        return self._completion(choices, _usage(ends), self._details(ends))
 
     def head(self) -> bytes:
         """The prompt's event a choice, when it is to be repeated or its tokens are asked for."""
@@ -216,15 +231,32 @@ class TextAnswer:
         return self._event([TextChoice("", end.reason, end.choice)])
 
     def tail(self, ends: Sequence[End]) -> bytes:
-        """The usage, when it was asked for."""
-        return self._event([], _usage(ends)) if self._include_usage else b""
+        """The usage and where the prompt came from, when they were asked for."""
+        if not (self._include_usage or self._tells_cache):
+            return b""
+        return self._event([], _usage(ends), self._details(ends))
 
-    def _event(self, choices: list[TextChoice], usage: Usage | None = None) -> bytes:
-        value = self._completion(choices, usage if self._include_usage else UNSET)
+    def _event(
+        self,
+        choices: list[TextChoice],
+        usage: Usage | None = None,
+        details: EstafetDetails | UnsetType = UNSET,
+    ) -> bytes:
+        value = self._completion(choices, usage if self._include_usage else UNSET, details)
         return b"data: %b\n\n" % _encode(value)
 
-    def _completion(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> TextCompletion:
-        return TextCompletion(self._id, self._created, self._model, self._fingerprint, choices, usage)
+    def _completion(
+        self,
+        choices: list[TextChoice],
+        usage: Usage | UnsetType | None,
+        details: EstafetDetails | UnsetType,
+    ) -> TextCompletion:
+        return TextCompletion(
+            self._id, self._created, self._model, self._fingerprint, choices, usage, details
+        )
+
+    def _details(self, ends: Sequence[End]) -> EstafetDetails | UnsetType:
+        return EstafetDetails(cache_use(_first(ends))) if self._tells_cache else UNSET
 
     def _logprobs(self, tokens: Iterable[DeltaToken], choice: int) -> TextLogprobs | None:
         return self._scores[choice].take(tokens) if self._scores else None
@@ -289,7 +321,23 @@ def _shown(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
+def _first(ends: Iterable[End]) -> End:
+    """The End that speaks of the prompt."""
+    return min(ends, key=lambda end: end.choice)
+
+
+def cache_use(end: End) -> CacheUse | None:
+    """Where the tokens of the prompt came from, by the End of choice 0; None when nobody knows."""
+    cached = end.cached
+    if cached is None:
+        return None
+    computed = end.prompt_tokens - cached.tokens
+    return CacheUse(cached.memory, cached.worker, cached.host, cached.file, computed)
+
+
 def _usage(ends: Sequence[End]) -> Usage:
     """The prompt once, the tokens of all choices."""
-    prompt, generated = ends[0].prompt_tokens, sum(end.completion_tokens for end in ends)
-    return Usage(prompt, generated, prompt + generated)
+    first, generated = _first(ends), sum(end.completion_tokens for end in ends)
+    prompt, cached = first.prompt_tokens, first.cached
+    details = UNSET if cached is None else PromptTokensDetails(cached.tokens)
+    return Usage(prompt, generated, prompt + generated, details)

@@ -177,7 +177,9 @@ class Intake:
     def _ticket(
         self, kind: Literal["chat", "completion"], wishes: Wishes, name: str | None, echo: int | None = None
     ) -> Ticket:
-        return Ticket(kind, wishes.name or name, int(time.time()), wishes.include_usage, echo)
+        return Ticket(
+            kind, wishes.name or name, int(time.time()), wishes.include_usage, echo, wishes.tells_cache
+        )
 
     def _asked(
         self,
@@ -204,6 +206,7 @@ class Intake:
             n=wishes.n,
             client="/".join(filter(None, (client, f"user:{wishes.user}" if wishes.user else ""))),
             priority=wishes.priority,
+            cache_salt=wishes.cache_salt,
             resumable=resumable,
             ticket=ticket.encode(),
         )

@@ -24,6 +24,7 @@ MAX_TEXT_LOGPROBS = 5
 MAX_CHOICES = 16
 MAX_PRIORITY = 100
 MAX_NAME = 128
+MAX_SALT = 256
 
 Name = Annotated[str, Meta(max_length=MAX_NAME, pattern=r"^[\x21-\x7e]+$")]
 Role = Literal["system", "developer", "user", "assistant"]
@@ -116,6 +117,10 @@ _CONTINUE = Annotated[
 _VARIABLES = Annotated[
     dict[str, Any] | None, Meta(description="Variables of the chat template, but for its own")
 ]
+_SALT = Annotated[
+    Annotated[str, Meta(max_length=MAX_SALT)],
+    Meta(description="Cached pages of prompts are shared with requests of equal salt only"),
+]
 _BOS = Annotated[
     bool | None,
     Meta(description="Put a string behind the model's first token, where it has one; default true"),
@@ -126,6 +131,12 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to stream."""
 
     include_usage: Annotated[bool, Meta(description="One more event before [DONE], with the usage")] = False
+
+
+class Extensions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to tell beside an answer, in its own `x_estafet`."""
+
+    cache: Annotated[bool, Meta(description="Where the tokens of the prompt came from")] = False
 
 
 class Generating(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -188,6 +199,10 @@ class Generating(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     safety_identifier: Annotated[str | None, Meta(description="OpenAI's newer name of user")] = None
     request_id: Annotated[
         Name | None, Meta(description="The client's own: comes back in id; or the header X-Request-Id")
+    ] = None
+    cache_salt: _SALT | None = None
+    x_estafet: Annotated[
+        Extensions | None, Meta(description="What to tell beside the answer, in its `x_estafet`")
     ] = None
     prompt_cache_key: Annotated[str | None, Meta(description="Changes nothing")] = None
     metadata: Annotated[dict[str, Any] | None, Meta(description="Changes nothing")] = None

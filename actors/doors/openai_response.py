@@ -11,7 +11,16 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from engine.stream_protocol import CacheUse
+
 _FINISHED = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length"]})]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """What the tokens of a prompt cost."""
+
+    cached_tokens: int
+    """Those that were found in the prefix cache instead of being computed."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -20,6 +29,15 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    """Absent when nobody knows."""
+
+
+class EstafetDetails(msgspec.Struct, frozen=True):
+    """What is told beside an answer, as `x_estafet` asked."""
+
+    cache: CacheUse | None
+    """Null when nobody knows."""
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
@@ -75,6 +93,7 @@ class Completion(msgspec.Struct, frozen=True, tag="chat.completion", tag_field="
     choices: list[Choice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    x_estafet: EstafetDetails | UnsetType = UNSET
 
 
 class ChunkDelta(msgspec.Struct, frozen=True):
@@ -106,6 +125,8 @@ class Chunk(msgspec.Struct, frozen=True, tag="chat.completion.chunk", tag_field=
     """Absent unless usage was asked for; then null but in the last chunk."""
     prompt_token_ids: list[int] | UnsetType = UNSET
     """In the first chunk, when tokens were asked for."""
+    x_estafet: EstafetDetails | UnsetType = UNSET
+    """In a chunk of its own, or with the usage, behind the last of all choices."""
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
@@ -142,6 +163,8 @@ class TextCompletion(msgspec.Struct, frozen=True, tag="text_completion", tag_fie
     system_fingerprint: str
     choices: list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
+    x_estafet: EstafetDetails | UnsetType = UNSET
+    """When asked for; in a stream in an event of its own, or with the usage, behind all choices."""
 
 
 class Tokens(msgspec.Struct, frozen=True):

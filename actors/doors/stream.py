@@ -10,6 +10,7 @@ import trio
 
 from actors import sessions as gateway
 from actors.doors.stream_messages import delta_message, end_message, ours
+from actors.doors.ticket import ticket_of
 from engine.stream_protocol import Failed, Opened, StreamError
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Stream:
         """Say all that its session says. BROKEN when nobody listens."""
         events = session.events()
         choices = session.generation.n
+        tells_cache = ticket_of(session.generation).cache
         ends = 0
         try:
             await say(opened)
@@ -93,7 +95,7 @@ class Stream:
                 ends += 1
                 if done := ends == choices:
                     self.finish()
-                await say(end_message(self.name, self.sent, event, done=done))
+                await say(end_message(self.name, self.sent, event, done=done, tells_cache=tells_cache))
             assert ends == choices, f"{ends} of {choices} choices have ended"
             self._reading = False
         except gateway.Superseded:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from actors import sessions as gateway
+from actors.doors.answers import cache_use
 from actors.doors.openai_error import ApiError
 from engine.stream_protocol import Delta, End, ScoredToken, StreamError, StreamName
 
@@ -80,10 +81,19 @@ def delta_message(name: str, number: int, delta: gateway.Delta, *, told: bool) -
     return Delta(name, delta.sequence, delta.text, delta.choice, tokens, number)
 
 
-def end_message(name: str, number: int, end: gateway.End, *, done: bool) -> End:
-    """A choice's end for the client."""
+def end_message(name: str, number: int, end: gateway.End, *, done: bool, tells_cache: bool = False) -> End:
+    """A choice's end for the client; `tells_cache`: it asked where its prompt came from."""
     return End(
-        name, end.reason, end.prompt_tokens, end.completion_tokens, end.choice, end.error, done, number
+        name,
+        end.reason,
+        end.prompt_tokens,
+        end.completion_tokens,
+        end.choice,
+        end.error,
+        done,
+        number,
+        None if end.cached is None else end.cached.tokens,
+        cache_use(end) if tells_cache else None,
     )
 
 

@@ -21,6 +21,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     include_usage: bool = False
     echo: int | None = None
     """Repeat the prompt, but for so many first tokens that are not the client's; None: do not."""
+    cache: bool = False
+    """Tell where the tokens of the prompt came from."""
 
     def encode(self) -> bytes:
         """As a generation carries it."""

@@ -85,6 +85,8 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool
     stream: bool
     include_usage: bool
+    cache_salt: str
+    tells_cache: bool
     echo: bool = False
 
 
@@ -266,6 +268,8 @@ def _wishes(
         token_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        cache_salt=body.cache_salt or "",
+        tells_cache=body.x_estafet is not None and body.x_estafet.cache,
         echo=echo,
     )
 

@@ -28,11 +28,12 @@ from engine.client.errors import (
 from engine.client.events import Event, Finish, Piece
 from engine.client.patience import Patience
 from engine.client.stream import Stream
-from engine.stream_protocol import ScoredToken
+from engine.stream_protocol import CacheUse, ScoredToken
 
 __all__ = [
     "BlockingClient",
     "BlockingStream",
+    "CacheUse",
     "Client",
     "ClientClosed",
     "ClientError",

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from engine.stream_protocol import ScoredToken
+from engine.stream_protocol import CacheUse, ScoredToken
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -25,6 +25,10 @@ class Finish(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     choice: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens that were found instead of being computed, with choice 0; None when nobody knows."""
+    cache: CacheUse | None = None
+    """The same by where they were, for who asked by `x_estafet`."""
 
 
 Event: TypeAlias = Piece | Finish

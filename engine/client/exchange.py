@@ -327,7 +327,14 @@ class Exchange:
                 self._say(Cancel(self.name))
             self._fail(GenerationFailed(message.error or "the request failed inside the server"))
             return
-        finish = Finish(message.reason, message.prompt_tokens, message.completion_tokens, message.choice)
+        finish = Finish(
+            message.reason,
+            message.prompt_tokens,
+            message.completion_tokens,
+            message.choice,
+            message.cached_tokens,
+            message.cache,
+        )
         if progress.end(finish) and self._wanted:
             self._window.put(finish)
             self.news()

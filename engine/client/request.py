@@ -45,6 +45,10 @@ class Parameters(TypedDict, total=False):
     """Pieces have their tokens."""
     request_id: str | None
     priority: int | None
+    cache_salt: str | None
+    """Cached prompts are shared with requests of equal salt only."""
+    x_estafet: Mapping[str, bool] | None
+    """`{"cache": True}`: the finish says where the tokens of the prompt came from."""
     user: str | None
     metadata: Mapping[str, Any] | None
 

@@ -20,6 +20,7 @@ from engine.transcript import tail_hash
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
+    from engine.messages import Cached
     from engine.transcript import Position
 
 MODEL = ModelConfig(
@@ -118,8 +119,15 @@ class ScriptedSession:
         self.sequence[0] += len(tokens)
         self._send.send_nowait(Delta(text, tokens, 0, self.sequence[0]))
 
-    def end(self, reason: str = "stop", error: str | None = None, *, choice: int = 0) -> None:
-        self._send.send_nowait(End(reason, len(self.generation.prompt), 7, error, choice))
+    def end(
+        self,
+        reason: str = "stop",
+        error: str | None = None,
+        *,
+        choice: int = 0,
+        cached: Cached | None = None,
+    ) -> None:
+        self._send.send_nowait(End(reason, len(self.generation.prompt), 7, error, choice, cached))
 
     def crash(self, error: Exception | None = None) -> None:
         self._send.send_nowait(error or RuntimeError("a bug in the gateway"))

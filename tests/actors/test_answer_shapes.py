@@ -14,6 +14,7 @@ from scripted_sessions import MODEL, ByteText
 from actors.doors.answers import answer_for
 from actors.doors.ticket import Ticket, ticket_of
 from actors.sessions import Delta, DeltaToken, End, Generation
+from engine.messages import Cached
 from engine.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ SCORES = st.builds(
     st.lists(st.tuples(st.integers(0, 255), st.floats(-9, 0)), max_size=3).map(tuple),
 )
 TOKENS = st.lists(st.builds(DeltaToken, st.integers(0, 255), st.none() | SCORES), max_size=3).map(tuple)
+CACHED = st.sampled_from([Cached(), Cached(memory=1), Cached(worker=1, host=1), Cached(file=2)])
 TEXTS = st.text(max_size=4)
 
 
@@ -34,7 +36,9 @@ def runs(draw: st.DrawFn, kind: str) -> tuple[Generation, list[Delta | End]]:
     """A request of some choices, and its events in an order in which a gateway may tell them."""
     n = draw(st.integers(1, 3))
     ids, scored = draw(st.booleans()), draw(st.booleans())
-    ticket = Ticket(kind, draw(st.none() | st.just("mine")), 1234, draw(st.booleans()))
+    ticket = Ticket(
+        kind, draw(st.none() | st.just("mine")), 1234, draw(st.booleans()), cache=draw(st.booleans())
+    )
     if kind == "completion" and not scored:
         ticket = msgspec.structs.replace(ticket, echo=draw(st.none() | st.integers(0, 2)))
     generation = Generation(
@@ -56,7 +60,8 @@ def runs(draw: st.DrawFn, kind: str) -> tuple[Generation, list[Delta | End]]:
         for shift, (place, event) in enumerate(zip(places, told, strict=True)):
             events.insert(place + shift, event)
         reason = draw(st.sampled_from(["stop", "length"]))
-        events.append(End(reason, 2, draw(st.integers(0, 9)), None, choice))
+        cached = draw(st.none() | CACHED) if choice == 0 else None
+        events.append(End(reason, 2, draw(st.integers(0, 9)), None, choice, cached))
     return generation, events
 
 
@@ -76,9 +81,10 @@ def put_together(chunks: list[dict[str, object]]) -> dict[str, object]:
     for chunk in chunks:
         for key in ("id", "created", "model", "system_fingerprint"):
             assert chunk[key] == whole[key]
-        if chunk.get("usage"):
-            assert chunk["choices"] == []
-            whole["usage"] = chunk["usage"]
+        for key in ("usage", "x_estafet"):
+            if chunk.get(key):
+                assert chunk["choices"] == []
+                whole[key] = chunk[key]
         for piece in chunk["choices"]:
             choice = choices.setdefault(piece["index"], {"index": piece["index"], "finish_reason": None})
             assert choice["finish_reason"] is None, "a choice goes on after its end"
@@ -112,6 +118,20 @@ def test_a_stream_and_a_whole_response_say_the_same(kind: str, data: st.DataObje
     assert whole["usage"]["prompt_tokens"] == 2
     assert gathered.get("usage", whole["usage"]) == whole["usage"]
     assert ("usage" in gathered) == ticket_of(generation).include_usage
+    assert gathered.get("x_estafet") == whole.get("x_estafet")
+    assert ("x_estafet" in gathered) == ticket_of(generation).cache
+    cached = next(end.cached for end in ends if end.choice == 0)
+    if cached is None:
+        assert "prompt_tokens_details" not in whole["usage"]
+        assert whole.get("x_estafet", {}).get("cache") is None
+    else:
+        assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": cached.tokens}
+        use = whole.get("x_estafet", {}).get("cache") or {"computed": 2 - cached.tokens}
+        assert sum(use.values()) == (2 if "x_estafet" in whole else use["computed"])
+        assert use["computed"] == 2 - cached.tokens
+        assert all(
+            use.get(source, found) == found for source, found in msgspec.structs.asdict(cached).items()
+        )
     assert gathered["created"] == whole["created"] == 1234
     assert gathered["id"] == whole["id"]
     assert gathered.get("prompt_token_ids") == whole.get("prompt_token_ids")

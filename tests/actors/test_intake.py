@@ -11,6 +11,7 @@ from scripted_sessions import MODEL, ScriptedSessions, body
 from actors.doors.answers import answer_for
 from actors.doors.intake import Asked, Intake, client_of_key
 from actors.doors.openai_error import ApiError
+from actors.doors.openai_request import MAX_SALT
 from actors.doors.ticket import ticket_of
 from actors.sessions import Draining, QueueFull, Refused
 
@@ -35,6 +36,34 @@ async def test_choices_and_priority_reach_the_generation() -> None:
     assert (generation.n, generation.priority, generation.logprobs) == (2, 100, 5)
     generation = (await complete(best_of=1, logprobs=0, echo=False)).generation
     assert (generation.n, generation.logprobs) == (1, 0)
+
+
+async def test_what_is_said_of_the_cache_reaches_the_gateway_and_the_answer() -> None:
+    asked = await chat()
+    assert (asked.generation.cache_salt, ticket_of(asked.generation).cache) == ("", False)
+    asked = await chat(cache_salt="tenant-7", x_estafet={"cache": True})
+    assert (asked.generation.cache_salt, ticket_of(asked.generation).cache) == ("tenant-7", True)
+    asked = await complete(cache_salt="\u00fc" * MAX_SALT, x_estafet={})
+    assert (asked.generation.cache_salt, ticket_of(asked.generation).cache) == ("\u00fc" * MAX_SALT, False)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"cache_salt": "x" * (MAX_SALT + 1)}, "cache_salt"),
+        ({"cache_salt": 7}, "cache_salt"),
+        ({"x_estafet": {"cache": 1}}, "x_estafet.cache"),
+        ({"x_estafet": {"cash": True}}, "x_estafet.cash"),
+        ({"x_estafet": True}, "x_estafet"),
+    ],
+)
+async def test_what_cannot_be_said_of_the_cache_is_refused_by_name(
+    parameters: dict[str, object], param: str
+) -> None:
+    for ask in (chat, complete):
+        with pytest.raises(ApiError) as refusal:
+            await ask(**parameters)
+        assert (refusal.value.status, refusal.value.body.error.param) == (400, param)
 
 
 async def test_key_and_user_say_who_asks() -> None:

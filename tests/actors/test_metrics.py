@@ -9,10 +9,11 @@ import trio
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_sessions import MODEL, ScriptedSessions, served
 
-from actors.metrics import PHASES, Exposition, Histogram, RequestMetrics, SystemCollector
+from actors.metrics import PHASES, SOURCES, Exposition, Histogram, RequestMetrics, SystemCollector
 from actors.sessions import Draining, Generation, QueueFull
 from engine.launch import read_topology
 from engine.layout import Vitals
+from engine.messages import Cached
 from engine.sampling import GREEDY
 from engine.testing.system import STEP_S
 
@@ -166,6 +167,18 @@ def test_ends_and_refusals_are_told_apart() -> None:
     assert found["request_refused_total", "queue_full"] == 1
     assert found["request_refused_total", "draining"] == 0
     assert found["e2e_request_latency_seconds_count",] == 3, "only answers that are complete"
+
+
+def test_prompt_tokens_are_told_apart_by_where_they_came_from() -> None:
+    shown = Shown()
+    shown.requests.first_token(0.1, 10, Cached(memory=2, worker=3, host=1, file=0))
+    shown.requests.first_token(0.1, 0, Cached(memory=2))
+    shown.requests.first_token(0.1, 7, None)
+    shown.requests.first_token(0.1, 5, Cached())
+    found = shown.scrape()
+    sources = {source: found["prompt_tokens_by_source_total", source] for source in SOURCES}
+    assert sources == {"computed": 9, "memory": 2, "worker": 3, "host": 1, "file": 0, "unknown": 7}
+    assert sum(sources.values()) == found["prompt_tokens_total",]
 
 
 async def test_the_door_shows_metrics_as_plain_text_whatever_is_asked_for() -> None:

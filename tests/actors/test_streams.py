@@ -18,8 +18,9 @@ from actors.doors.intake import THREAD_CHARS, Intake
 from actors.doors.stream_outbox import MAX_ANSWERS, READY_ANSWERS
 from actors.doors.streams import MAX_STREAMS, MAX_WAITING_BYTES, StreamPeer
 from actors.sessions import DeltaToken, Diverged, Draining, NotKept, QueueFull, Superseded
+from engine.messages import Cached
 from engine.sampling import TokenLogprobs
-from engine.stream_protocol import Delta, End, Failed, Opened, Pong, ToClient, decode_to_client
+from engine.stream_protocol import CacheUse, Delta, End, Failed, Opened, Pong, ToClient, decode_to_client
 from engine.transcript import Position
 
 if TYPE_CHECKING:
@@ -589,6 +590,21 @@ async def test_a_carrier_can_wait_until_answers_are_read() -> None:
         await idle(wire)
         assert len(wire.got) == 1000
         assert wire.peer.statistics()["answers_dropped"] == 0
+
+
+async def test_the_first_choice_tells_what_of_the_prompt_was_found() -> None:
+    found = Cached(memory=1, file=1)
+    for asked, told in [({}, None), ({"x_estafet": {"cache": True}}, CacheUse(1, 0, 0, 1, 1))]:
+        async with connected() as wire:
+            session = await wire.opened(n=2, cache_salt="tenant", **asked)
+            assert session.generation.cache_salt == "tenant"
+            session.end(choice=1)
+            session.end(cached=found)
+            await idle(wire)
+            assert wire.got[-2:] == [
+                End("s", "stop", 3, 7, 1),
+                End("s", "stop", 3, 7, done=True, cached_tokens=2, cache=told),
+            ]
 
 
 # ── coming back ───────────────────────────────────────────────────────────────────────────────

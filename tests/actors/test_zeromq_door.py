@@ -14,7 +14,8 @@ import zmq
 from scripted_sessions import MODEL, ScriptedSessions, body
 
 from actors.doors.zeromq import ENVELOPE_BYTES, FAR_TOO_LARGE, DoorLimits, serve_zeromq
-from engine.client import Client, ConnectionLost, Finish, GenerationFailed, Patience, Piece, Refused
+from engine.client import CacheUse, Client, ConnectionLost, Finish, GenerationFailed, Patience, Piece, Refused
+from engine.messages import Cached
 from transport.zmq_socket import ZmqSocket
 
 if TYPE_CHECKING:
@@ -178,6 +179,17 @@ async def test_choices_and_their_ends(tmp_path: Path) -> None:
             Finish("length", prompt, 7, 1),
             Finish("stop", prompt, 7),
         ]
+
+
+async def test_a_finish_says_what_of_the_prompt_was_found(tmp_path: Path) -> None:
+    sessions = ScriptedSessions()
+    async with served(sessions, tmp_path) as doors, Client(doors.ipc) as client:
+        for asked, use in [(None, None), ({"cache": True}, CacheUse(2, 0, 1, 0, 3))]:
+            async with client.chat("hello", cache_salt="tenant", x_estafet=asked) as stream:
+                session = await sessions.next()
+                assert session.generation.cache_salt == "tenant"
+                session.end(cached=Cached(memory=2, host=1))
+                assert [event async for event in stream] == [Finish("stop", 6, 7, 0, 3, use)]
 
 
 @pytest.mark.parametrize("how", ["block", "break", "scope", "cancel"])

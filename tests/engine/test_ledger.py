@@ -23,6 +23,7 @@ from engine.ledger import (
 )
 from engine.lifecycle import RequestState
 from engine.messages import (
+    Cached,
     Cancel,
     Member,
     Place,
@@ -198,6 +199,85 @@ def test_losing_a_decode_raises_the_term_by_one_and_keeps_the_log() -> None:
     [(_, start)] = messages(desk.place(key, BOTH, BOTH), StartPrefill)
     assert isinstance(start, StartPrefill)
     assert (start.term, start.spec.log) == (4, (*PROMPT, 8))
+
+
+# ── what was found of a prompt ────────────────────────────────────────────────────────────────
+
+
+def test_the_salt_lies_in_the_record_and_goes_to_the_worker() -> None:
+    desk = Desk()
+    (key,), _ = desk.core.open(PROMPT, 20, (1,), SamplingParams(), 1.5, cache_salt="tenant")
+    [(_, start)] = messages(desk.place(key), StartPrefill)
+    assert isinstance(start, StartPrefill)
+    assert start.spec.cache_salt == "tenant"
+    [record] = [record for slot in SLOTS if (record := desk.arena.read(slot))]
+    assert msgspec.msgpack.decode(record.parameters, type=AdmissionRecord).cache_salt == "tenant"
+
+
+def test_what_was_found_first_counts_and_what_is_found_again_does_not() -> None:
+    desk = Desk()
+    key = desk.open()
+    desk.place(key)
+    assert desk.entry(key).cached is None
+    desk.tell(DECODE, TermAccepted(key, 2, Cached(memory=1, worker=1)))
+    assert desk.entry(key).cached == Cached(memory=1, worker=1)
+    desk.token(key, 8)
+    desk.core.peers((), [DECODE], 0.0)
+    desk.place(key, BOTH, BOTH)
+    desk.tell(BOTH, TermAccepted(key, desk.term(key) + 1, Cached(memory=3)))
+    assert desk.entry(key).cached == Cached(memory=1, worker=1)
+
+
+def test_pages_that_a_lost_worker_may_have_filled_for_it_are_no_hit() -> None:
+    desk = Desk()
+    key = desk.open()
+    desk.place(key)
+    desk.core.peers((), [PREFILL], 0.0)
+    desk.place(key, BOTH, BOTH)
+    desk.tell(BOTH, TermAccepted(key, desk.term(key) + 1, Cached(memory=2)))
+    assert desk.entry(key).state is RequestState.DECODING
+    assert desk.entry(key).cached is None, "nobody knows what the first one had found"
+
+
+def test_a_placement_that_never_began_changes_nothing_of_it() -> None:
+    desk = Desk()
+    key = desk.open()
+    desk.place(key, PREFILL, Incarnation("d", 2))
+    desk.core.peers([member(Incarnation("d", 2))], [], 0.0)
+    desk.place(key)
+    desk.tell(DECODE, TermAccepted(key, desk.term(key) + 1, Cached(host=2)))
+    assert desk.entry(key).cached == Cached(host=2)
+
+
+@pytest.mark.parametrize(
+    ("told", "counted"),
+    [
+        (Cached(1, 1, 1, 0), Cached(1, 1, 1, 0)),
+        (Cached(2, 1, 1, 0), Cached(2, 1, 0, 0)),
+        (Cached(0, 0, 0, 99), Cached(0, 0, 0, 3)),
+        (Cached(-5, 2, 0, 0), Cached(0, 2, 0, 0)),
+    ],
+)
+def test_no_more_is_found_than_the_prompt_has(told: Cached, counted: Cached) -> None:
+    desk = Desk()
+    key = desk.open()
+    desk.place(key)
+    desk.tell(DECODE, TermAccepted(key, 2, told))
+    assert desk.entry(key).cached == counted
+
+
+def test_a_new_gateway_does_not_know_what_was_found() -> None:
+    desk = Desk()
+    (key,), _ = desk.core.open(PROMPT, 20, (1,), SamplingParams(), 1.5, keepsake=b"x", cache_salt="tenant")
+    core = Ledger(Incarnation("front", 4), ORDINAL, desk.arena, SLOTS)
+    core.peers([member(SCHEDULER, "scheduler"), member(BOTH)], (), 0.0)
+    entry = core.entry(key)
+    assert entry is not None
+    assert entry.record.cache_salt == "tenant"
+    core.handle(SCHEDULER, Place(key, entry.term, BOTH, BOTH), 0.0)
+    core.handle(BOTH, TermAccepted(key, entry.term + 1, Cached(memory=2)), 0.0)
+    core.check()
+    assert (entry.state, entry.cached) == (RequestState.DECODING, None)
 
 
 # ── stale and wrong ───────────────────────────────────────────────────────────────────────────
