@@ -108,10 +108,12 @@ class FileTier:
         try:
             written = await self.file.write(slot, page, self._pool.slot(ref), lambda: table.is_current(ref))
         finally:
-            if written is None:
+            if written is not None:
+                self.index.stored(slot, written)
+            elif table.is_current(ref):
                 self.index.failed(slot, seal.key)
             else:
-                self.index.stored(slot, written)
+                self.index.withdrawn(slot, seal.key)
         if written is None:
             log.warning("page_not_spilled", page=ref.index, why=self.file.failure)
 
@@ -158,7 +160,7 @@ class FileTier:
             self.index.end_read(slot)
         if page is None:
             self.index.forget(wanted.key)
-            log.warning("page_corrupt", key=wanted.key.hex(), why=self.file.failure)
+            log.warning("page_not_read", key=wanted.key.hex(), why=self.file.failure)
             return None
         if page.tokens != wanted.tokens or page.parent != wanted.parent:
             # Another prefix under the same key: right where it is, and nobody's here.

@@ -71,8 +71,7 @@ class PrefixCache:
             self._cut_at(seal.key)
         if answer is not None:
             return False
-        parent = self.index.find(seal.parent)
-        self.policy.added(page, seal.key, parent, self.table.block(page), now)
+        self.policy.added(page, self.index.find(seal.parent), self.table.block(page), seal.key, now)
         self.look(page)
         return True
 
@@ -91,21 +90,31 @@ class PrefixCache:
 
     def evict(self, count: int) -> list[int]:
         """Forget so many idle pages, or as many as there are; the caller frees them."""
-        pages = self.coming(count)
+        pages = self.policy.victims(min(count, len(self._idle)))
         for page in pages:
             self.remove(page)
-        if len(pages) < count and self._idle:
-            # Their children are held, by sequences that filled the same pages beside these: no leaf is left.
-            rest = sorted(self._idle, key=self.table.block, reverse=True)[: count - len(pages)]
-            for page in rest:
-                self.remove(page)
-            pages += rest
+        while len(pages) < count and self._idle:
+            # Its children are held, by sequences that filled the same pages beside it: no leaf is left.
+            page = max(self._idle, key=self.table.block)
+            for child in self._behind(page):
+                self.remove(child)
+            self.remove(page)
+            pages.append(page)
         self.evicted += len(pages)
         return pages
 
+    def _behind(self, page: int) -> list[int]:
+        """The cached pages of all prefixes that go on from a page, the last ones first."""
+        behind, last = [], {self.index.key_of(page)}
+        while last:
+            pages = [other for other in self.index if self.index.parent_of(other) in last]
+            behind += pages
+            last = {self.index.key_of(other) for other in pages}
+        return behind[::-1]
+
     def coming(self, count: int) -> list[int]:
         """Pages that would be evicted next, at most so many; nothing changes."""
-        return self.policy.victims(count, self._idle.__contains__) if self._idle else []
+        return self.policy.victims(min(count, len(self._idle)))
 
     def remove(self, page: int) -> None:
         """It is in the cache no more."""
@@ -121,17 +130,21 @@ class PrefixCache:
 
     def look(self, page: int) -> None:
         """Who holds the page may have changed."""
-        if page in self.index:
-            if self.held(page):
-                self._idle.discard(page)
-            else:
-                self._idle.add(page)
+        if page not in self.index:
+            return
+        held = self.held(page)
+        if held and page in self._idle:
+            self._idle.remove(page)
+            self.policy.held(page)
+        elif not held and page not in self._idle:
+            self._idle.add(page)
+            self.policy.unheld(page)
 
     def pin(self, pages: Iterable[int]) -> None:
         """Keep these until `unpin`, once for each time."""
         for page in pages:
             self._pins[page] += 1
-            self._idle.discard(page)
+            self.look(page)
 
     def unpin(self, pages: Iterable[int]) -> list[int]:
         """Let go; returns those that nobody has any more, cached or not."""

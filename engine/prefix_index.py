@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.chain import CHUNK_PAGES, KEY_BYTES, TOKEN_BYTES, Chain, page_key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine.core import Statistics
 
 
@@ -74,6 +76,9 @@ class PrefixIndex:
 
     def __contains__(self, page: object) -> bool:
         return page in self._entries
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
 
     # ── what is in it ─────────────────────────────────────────────────────────────────────────
 

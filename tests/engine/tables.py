@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from engine.layout import PageTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from engine.core import Statistics
 
@@ -23,28 +23,40 @@ class OldestFirst:
 
     def __init__(self) -> None:
         self.pages: dict[int, int | None] = {}
+        self.idle: set[int] = set()
 
-    def added(self, page: int, key: bytes, parent: int | None, block: int, now: float) -> None:
+    def added(self, page: int, parent: int | None, block: int, key: bytes, now: float) -> None:
+        assert page not in self.pages
         self.pages[page] = parent
 
     def hit(self, pages: Sequence[int], now: float) -> None:
         assert all(page in self.pages for page in pages)
 
-    def removed(self, page: int) -> None:
-        del self.pages[page]
+    def held(self, page: int) -> None:
+        self.idle.remove(page)
 
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+    def unheld(self, page: int) -> None:
+        assert page in self.pages
+        assert page not in self.idle
+        self.idle.add(page)
+
+    def removed(self, page: int) -> None:
+        assert page not in self.pages.values(), "a child of it is cached"
+        del self.pages[page]
+        self.idle.discard(page)
+
+    def victims(self, count: int) -> list[int]:
         found: list[int] = []
         while len(found) < count:
             left = {page: parent for page, parent in self.pages.items() if page not in found}
-            leaves = [page for page in left if page not in left.values() and evictable(page)]
+            leaves = [page for page in left if page not in left.values() and page in self.idle]
             if not leaves:
                 break
             found.append(leaves[0])
         return found
 
     def check(self) -> None:
-        pass
+        assert self.idle <= self.pages.keys()
 
     def statistics(self) -> Statistics:
         return {}
