@@ -8,8 +8,8 @@ import structlog
 import trio
 
 from actors.shell import Actor
-from engine.allocator import Allocator
-from engine.eviction import POLICIES
+from engine.allocator import WRITERS, Allocator
+from engine.eviction import LRU, CostAware
 from engine.ids import Incarnation
 
 if TYPE_CHECKING:
@@ -35,13 +35,14 @@ class AllocatorActor(Actor):
         super().__init__(world)
         topology = self.boot.topology
         self._names = {actor.ordinal: actor.name for actor in topology.actors()}
+        self._here = {actor.ordinal for actor in topology.actors(self.host)}
         ordinals = {name: ordinal for ordinal, name in self._names.items()}
-        policy = POLICIES[topology.allocator.eviction]()
+        policy = CostAware(topology.kv.pages) if topology.allocator.eviction == "cost" else LRU()
         self.core = Allocator(self.page_table(), ordinals, policy, self._gone)
         self._bereaved = trio.Event()
 
     def _gone(self, owner: Owner) -> bool:
-        """Whether no thread of a dead incarnation can write any more: by its locks, or since it was reaped."""
+        """Whether no thread of a dead incarnation can write any more: by its locks, or as reaped."""
         proof = self.world.gone(owner.ordinal, owner.epoch)
         if proof is not None:
             return proof
@@ -59,7 +60,9 @@ class AllocatorActor(Actor):
                 self.send(self.core.tick(trio.current_time()))
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
-        self.send(self.core.peers(up, down, now))
+        # Workers and replicators of other hosts have nothing of this pool.
+        own = [member for member in up if member.kind not in WRITERS or member.ordinal in self._here]
+        self.send(self.core.peers(own, down, now))
         if self.core.waits_for_proof:
             log.info("pages_quarantined", pages=self.core.census()["quarantined"])
         self._bereaved.set()
