@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LAUNCHER = Incarnation("launcher", 1)
-"""There is one launcher a launch; when it dies everything does, so it has one epoch."""
+FIRST_LAUNCHER_EPOCH = 1
+"""Of the launcher of the first host, or the only one: when it dies everything does, so it has one epoch."""
 
 POOL = "pool"
 POOL_NUMBER = 0
@@ -35,13 +35,15 @@ VITALS = "vitals"
 WRITERS = "writers"
 
 
-def segment_sizes(topology: Topology, shape: PageShape, context_length: int) -> dict[str, int]:
+def segment_sizes(
+    topology: Topology, shape: PageShape, context_length: int, host: str = ""
+) -> dict[str, int]:
     """The shared segments of a host and their bytes; one that would be empty is not made."""
     sizes = {
         POOL: topology.kv.pages * shape.page_bytes,
         STANDBY: topology.replicator.standby_pages * shape.page_bytes,
         PAGE_TABLE: PageTable.size(topology.kv.pages, shape.tokens, len(topology.actors())),
-        TOKEN_LOG: topology.log_slots * TokenLogArena.slot_bytes(context_length),
+        TOKEN_LOG: topology.log_slots(host) * TokenLogArena.slot_bytes(context_length),
         VITALS: len(topology.actors()) * Vitals.BYTES,
         WRITERS: len(topology.actors()) * WriterLocks.BYTES,
     }
@@ -62,11 +64,14 @@ class Boot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: int
     topology: Topology
     run_dir: str
+    launcher: Incarnation
     launcher_endpoint: str
     launcher_pid: int
     model_folder: str
     page_shape: PageShape
     context_length: int
+    clock_offset: float = 0.0
+    """What this host's monotonic clock lacks, in seconds, to tell the same time as those of other hosts."""
     segments: dict[str, int] = {}
     """Descriptors of the sealed memfds."""
     listener: int | None = None
@@ -80,6 +85,11 @@ class Boot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def incarnation(self) -> Incarnation:
         """Name and epoch."""
         return Incarnation(self.name, self.epoch)
+
+    @property
+    def host(self) -> str:
+        """The host that it is on."""
+        return self.topology.host_of(self.name)
 
 
 class Compute(Protocol):
@@ -98,6 +108,6 @@ class World:
     compute: Compute
     open_backend: Callable[[Boot, memoryview], Backend]
     gone: Callable[[int, int], bool | None] = lambda ordinal, epoch: None
-    """Whether every thread of an incarnation that could write pages has ended; None: only its reaping tells."""
+    """Whether all threads of an incarnation that could write have ended; None: only its reaping tells."""
     serve_door: Callable[..., Any] | None = None
     """How a gateway serves its front door: an async function of (sessions, shutdown); None for none."""

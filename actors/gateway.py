@@ -11,7 +11,7 @@ import msgspec
 import structlog
 import trio
 
-from actors.boot import LAUNCHER, TOKEN_LOG
+from actors.boot import TOKEN_LOG
 from actors.choice import Choice, Fold
 from actors.grace import GracePeriod
 from actors.metrics import Exposition, RequestMetrics, SystemCollector
@@ -27,6 +27,7 @@ from engine.messages import Drained, Place, Preempt, SequenceLost, TermAccepted
 from engine.model import ModelConfig, read_config
 from engine.sampling import SamplingParams
 from engine.text import TextCodec
+from engine.topology import of_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,7 +57,9 @@ class GatewayActor(Actor):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         topology = self.boot.topology
-        arena = TokenLogArena(world.segments[TOKEN_LOG], topology.log_slots, self.boot.context_length)
+        arena = TokenLogArena(
+            world.segments[TOKEN_LOG], topology.log_slots(self.host), self.boot.context_length
+        )
         self.core = Ledger(self.me, self.boot.ordinal, arena, topology.log_slots_of(self.me.name))
         self.metrics = RequestMetrics()
         self._requests: dict[int, OpenRequest] = {}
@@ -182,14 +185,8 @@ class GatewayActor(Actor):
         """Why no token could be produced now, or None."""
         if self.draining.is_set():
             return "the system is shutting down"
-        kinds = {member.kind for member in self.members.values()}
-        missing = sorted({"scheduler", "allocator"} - kinds)
-        roles = {
-            self.boot.topology.worker[member.name].role
-            for member in self.members.values()
-            if member.kind == "worker"
-        }
-        missing += [f"{role} worker" for role in ("prefill", "decode") if not roles & {role, "both"}]
+        # A request is computed on one host: the one that lacks the least says what is missing.
+        missing = min((self._missing(host) for host in self.boot.topology.hosts()), key=len)
         if missing:
             return f"waiting for: {', '.join(missing)}"
         silent = trio.current_time() - self._progress
@@ -197,9 +194,19 @@ class GatewayActor(Actor):
             return f"requests are open and no token came for {silent:.0f} s"
         return None
 
+    def _missing(self, host: str) -> list[str]:
+        """Who is not there that a token computed on a host would need."""
+        topology = self.boot.topology
+        names = {member.name for member in self.members.values()}
+        roles = {table.role for name, table in topology.workers_on(host).items() if name in names}
+        needed = ("scheduler", of_host("allocator", host))
+        missing = sorted(name for name in needed if name not in names)
+        return missing + [f"{role} worker" for role in ("prefill", "decode") if not roles & {role, "both"}]
+
     def system_statistics(self) -> dict[str, dict[str, int | float]]:
-        """What every actor of the topology last published, by name."""
-        return {actor.name: self.vitals.statistics(actor.ordinal) for actor in self.boot.topology.actors()}
+        """What every actor of this host last published, by name."""
+        actors = self.boot.topology.actors(self.host)
+        return {actor.name: self.vitals.statistics(actor.ordinal) for actor in actors}
 
     def render_metrics(self) -> bytes:
         """The body of GET /metrics."""
@@ -334,7 +341,7 @@ class GatewayActor(Actor):
         # What fits the pool may be less than what the model allows.
         self.model = msgspec.structs.replace(config, name=name, context_length=self.boot.context_length)
         self.text = await self.world.compute(partial(TextCodec.load, folder))
-        actors = self.boot.topology.actors()
+        actors = self.boot.topology.actors(self.host)
         collector = SystemCollector(self.metrics, self.statistics, actors, self.vitals, self.model)
         self._exposition = Exposition(collector)
         self._adopt()
@@ -363,7 +370,7 @@ class GatewayActor(Actor):
         while self._choices:
             self._idle = trio.Event()
             await self._idle.wait()
-        self.send([Send(LAUNCHER, Drained())])
+        self.send([Send(self.boot.launcher, Drained())])
 
     async def wind_down(self) -> None:
         """End what is still open with a word to its client, then close the door."""

@@ -28,6 +28,7 @@ class HealthActor(Actor):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         table = self.boot.topology.health
+        self._here = {actor.ordinal for actor in self.boot.topology.actors(self.host)}
         self.core = HealthMonitor(self.me, deadline_s=table.deadline_s, tick_s=table.tick_s)
 
     async def serve(self) -> None:
@@ -36,7 +37,7 @@ class HealthActor(Actor):
             hearts = {
                 member.incarnation: self.vitals.heartbeat(member.ordinal)
                 for member in self.core.alive
-                if member.incarnation != self.me
+                if member.ordinal in self._here and member.incarnation != self.me
             }
             self._act(self.core.tick(hearts, trio.current_time()))
 

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Protocol, assert_never, cast
 import structlog
 import trio
 
-from actors.boot import LAUNCHER
+from actors.boot import FIRST_LAUNCHER_EPOCH
 from actors.post import PostOffice
 from engine.core import Send
+from engine.hosts import Membership, OtherHosts
+from engine.ids import Incarnation
 from engine.supervision import Announce, KillProcess, Over, Spawn, Supervisor
+from engine.topology import of_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from engine.ids import Incarnation
     from engine.layout import Vitals
     from engine.messages import ToLauncher
     from engine.supervision import Command
@@ -50,15 +52,44 @@ class Launcher:
         links: LinkFactory,
         vitals: Vitals,
         announce: Callable[[Announce], None] = lambda announcement: None,
+        *,
+        host: str = "",
+        epoch: int = FIRST_LAUNCHER_EPOCH,
+        first_endpoint: str = "",
     ) -> None:
-        self.post = PostOffice(LAUNCHER, "launcher", links, introduces=self._expects)
-        self.core = Supervisor(topology.actors(), topology.launch, vitals.next_epoch, trio.current_time())
+        """Of a host that is not the first, `epoch` is later than that of any launcher of it before, and
+        `first_endpoint` is where the first host's launcher is.
+        """
+        first, *others = topology.hosts()
+        self.me = Incarnation(of_host("launcher", host), epoch)
+        self.post = PostOffice(self.me, "launcher", links, introduces=self._expects)
+        deadline_s, agreement = topology.health.deadline_s, topology.agreement()
+        self._membership: Membership | None = None
+        if host != first:
+            head = Incarnation(of_host("launcher", first), FIRST_LAUNCHER_EPOCH)
+            self._membership = Membership(
+                host, head, first_endpoint, self.post.inbox.endpoint, agreement, deadline_s
+            )
+            self.post.connect(head, first_endpoint)
+        self.core = Supervisor(
+            topology.actors(host),
+            topology.launch,
+            self._next_epoch,
+            trio.current_time(),
+            others=OtherHosts(others if host == first else (), agreement, deadline_s),
+            membership=self._membership,
+            heartbeat=vitals.heartbeat,
+        )
         self._vitals = vitals
         self._topology = topology
         self._announce = announce
         self._nest: Nest | None = None
         self._over: Over | None = None
         self._changed = trio.Event()
+
+    def _next_epoch(self, ordinal: int) -> int:
+        after = 0 if self._membership is None else self._membership.epochs_after
+        return self._vitals.next_epoch(ordinal, after)
 
     @property
     def endpoint(self) -> str:
@@ -82,7 +113,7 @@ class Launcher:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.post.keep_promises)
                 nursery.start_soon(self._receive)
-                nursery.start_soon(self._watch_health)
+                nursery.start_soon(self._take_turns)
                 while self._over is None:
                     self._do(self.core.tick(trio.current_time()))
                     if self._over is None:
@@ -101,19 +132,24 @@ class Launcher:
             source, message = await self.post.receive()
             self._do(self.core.handle(source, cast("ToLauncher", message), trio.current_time()))
 
-    async def _watch_health(self) -> None:
+    async def _take_turns(self) -> None:
+        """Watch the health monitor, and speak with other hosts."""
         table = self._topology.health
-        ordinal = next(actor.ordinal for actor in self._topology.actors() if actor.kind == "health")
+        health = next((a.ordinal for a in self._topology.actors() if a.kind == "health"), 0)
         while True:
             before = trio.current_time()
             await trio.sleep(table.tick_s)
+            now = trio.current_time()
             # As the health monitor does: when the whole machine stood still, that is nobody's silence.
-            turn_s = min(trio.current_time() - before, 2 * table.tick_s)
-            self._do(self.core.watch(self._vitals.heartbeat(ordinal), turn_s, table.deadline_s))
+            turn_s = min(now - before, 2 * table.tick_s)
+            self._do(self.core.watch(self._vitals.heartbeat(health), turn_s, table.deadline_s))
+            self._do(self.core.turn(turn_s, now))
 
     def _expects(self, incarnation: Incarnation) -> bool:
         child = self.core.children.get(incarnation.name)
-        return child is not None and child.incarnation == incarnation and child.running
+        if child is None:
+            return self.core.others.expects(incarnation)
+        return child.incarnation == incarnation and child.running
 
     def _do(self, commands: Iterable[Command]) -> None:
         assert self._nest is not None

@@ -25,18 +25,20 @@ BACKLOG = 512
 """Clients that may wait at a door while its gateway starts again."""
 
 
-def bind_doors(topology: Topology, stack: ExitStack) -> dict[str, socket.socket]:
-    """Bind every gateway's HTTP port."""
+def bind_doors(topology: Topology, stack: ExitStack, host: str = "") -> dict[str, socket.socket]:
+    """Bind the HTTP port of every gateway of a host."""
     return {
         name: listen(f"gateway.{name}", "port", table.host, table.port, stack)
-        for name, table in topology.gateway.items()
+        for name, table in topology.gateways_on(host).items()
     }
 
 
-def bind_client_ports(topology: Topology, stack: ExitStack) -> dict[str, dict[str, socket.socket]]:
+def bind_client_ports(
+    topology: Topology, stack: ExitStack, host: str = ""
+) -> dict[str, dict[str, socket.socket]]:
     """The same for the ports of ZeroMQ clients, where there are any."""
     clients: dict[str, dict[str, socket.socket]] = {}
-    for name, table in topology.gateway.items():
+    for name, table in topology.gateways_on(host).items():
         clients[name] = {}
         if table.zmq_port is not None:
             door = listen(f"gateway.{name}", "zmq_port", table.host, table.zmq_port, stack)

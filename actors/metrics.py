@@ -31,6 +31,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from engine.ids import LIFE_BITS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -291,7 +293,8 @@ class SystemCollector(Collector):
         for actor in self._actors:
             epoch = self._vitals.epoch(actor.ordinal)
             epochs.add_metric((actor.name,), epoch)
-            restarts.add_metric((actor.name,), max(epoch - 1, 0))
+            # Of this life of the host's launcher: of another host the first epoch may be a later one.
+            restarts.add_metric((actor.name,), max(epoch % (1 << LIFE_BITS) - 1, 0))
         yield epochs
         yield restarts
 

@@ -18,7 +18,7 @@ import structlog
 import trio
 
 from engine.ids import Incarnation
-from engine.messages import RECEIVES, Hello
+from engine.messages import RECEIVES, Hello, Join
 from transport.channel import Channel, ChannelFull, ProtocolError, decode_frame
 from transport.frames import MALFORMED
 
@@ -58,7 +58,7 @@ class PostOffice:
         links: LinkFactory,
         introduces: Callable[[Incarnation], bool] | None = None,
     ) -> None:
-        """`introduces`: whether an unknown incarnation may introduce itself by a Hello (the launcher's)."""
+        """`introduces`: whether an unknown incarnation may introduce itself, to a launcher."""
         self.me = me
         self._introduces = introduces
         self._links = links
@@ -209,7 +209,7 @@ class PostOffice:
             hello = self._decoder.decode(frame.body)
         except MALFORMED:
             return
-        if isinstance(hello, Hello):
+        if isinstance(hello, Hello | Join):
             self.connect(incarnation, hello.endpoint)
 
     def close(self) -> None:

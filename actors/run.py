@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from actors.sessions import Sessions
     from actors.shell import Actor
+    from engine.topology import Topology
     from kernels.backend import Backend
 
 T = TypeVar("T")
@@ -44,14 +45,18 @@ class HostClock(trio.abc.Clock):
     """The host's monotonic clock as it is: all actors tell the same time.
 
     trio's own begins at a random moment, so the arrivals at two gateways, or at two incarnations of
-    one, could not be compared.
+    one, could not be compared. Monotonic clocks of two hosts begin when each was started: there an offset,
+    the same for all of a launch, brings them as close as their wall clocks are.
     """
+
+    def __init__(self, offset: float = 0.0) -> None:
+        self._offset = offset
 
     def start_clock(self) -> None:
         """It runs."""
 
     def current_time(self) -> float:
-        return time.monotonic()
+        return time.monotonic() + self._offset
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
         return deadline - self.current_time()
@@ -116,7 +121,7 @@ def open_backend(boot: Boot, pool: memoryview) -> Backend:
 
     folder = Path(boot.model_folder)
     table, model = boot.topology.worker[boot.name], boot.topology.model
-    shared = max(1, len(os.sched_getaffinity(0)) // len(boot.topology.worker))
+    shared = max(1, len(os.sched_getaffinity(0)) // len(boot.topology.workers_on(boot.host)))
     return backends.open_backend(
         backends.resolve(table.backend),
         folder,
@@ -158,10 +163,20 @@ async def serve_doors(boot: Boot, sessions: Sessions, shutdown: trio.Event) -> N
         nursery.start_soon(zeromq)
 
 
+def open_network(topology: Topology, host: str, run_dir: Path, port: int = 0) -> ZeroMQNetwork:
+    """The links of an actor, or of the launcher: of several hosts by tcp at its own address, nowhere else.
+
+    `port`: where the inbox is, 0 for a free one.
+    """
+    if host:
+        address = topology.host[host].address
+        return ZeroMQNetwork(run_dir, kind="tcp", host=address, port=port, high_water_mark=HIGH_WATER_MARK)
+    return ZeroMQNetwork(run_dir, kind=topology.launch.link, high_water_mark=HIGH_WATER_MARK)
+
+
 async def live(boot: Boot) -> None:
     """One incarnation from its first to its last breath."""
-    launch = boot.topology.launch
-    network = ZeroMQNetwork(Path(boot.run_dir), kind=launch.link, high_water_mark=HIGH_WATER_MARK)
+    network = open_network(boot.topology, boot.host, Path(boot.run_dir))
     segments = {name: map_segment(descriptor, None) for name, descriptor in boot.segments.items()}
     try:
         world = World(
@@ -187,7 +202,7 @@ def main() -> int:
     open_log(Path(boot.run_dir) / "logs" / f"{boot.name}.jsonl", boot.topology.launch.log_level)
     log = structlog.get_logger().bind(actor=boot.name, epoch=boot.epoch)
     try:
-        trio.run(live, boot, clock=HostClock())
+        trio.run(live, boot, clock=HostClock(boot.clock_offset))
     except BaseException as raised:
         error = first_cause(raised)
         if not isinstance(error, EstafetError):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 import trio
 
-from actors.boot import LAUNCHER, PAGE_TABLE, VITALS
+from actors.boot import PAGE_TABLE, VITALS
 from actors.post import PostOffice
 from engine.core import Send
 from engine.layout import PageTable, Vitals
@@ -44,6 +44,7 @@ class Actor(ABC):
         self.world = world
         self.boot = world.boot
         self.me = world.boot.incarnation
+        self.host = world.boot.host
         self.vitals = Vitals(world.segments[VITALS], len(world.boot.topology.actors()))
         self.post = PostOffice(self.me, world.boot.kind, world.links)
         self.members: dict[Incarnation, Member] = {}
@@ -93,9 +94,9 @@ class Actor(ABC):
             await self._run()
 
     async def _run(self) -> None:
-        self.post.connect(LAUNCHER, self.boot.launcher_endpoint)
+        self.post.connect(self.boot.launcher, self.boot.launcher_endpoint)
         hello = Hello(self.boot.kind, self.boot.ordinal, os.getpid(), self.post.inbox.endpoint)
-        self.post.post([Send(LAUNCHER, hello)])
+        self.post.post([Send(self.boot.launcher, hello)])
         log.info("actor_started", pid=os.getpid())
         try:
             async with trio.open_nursery() as nursery:
@@ -116,7 +117,7 @@ class Actor(ABC):
         await self.prepare()
         self.serving = True
         log.info("actor_ready")
-        self.post.post([Send(LAUNCHER, Ready())])
+        self.post.post([Send(self.boot.launcher, Ready())])
         self._meet_members()
         await self.serve()
 

@@ -54,7 +54,14 @@ class WorkerActor(Actor):
             lease_ahead=table.lease_ahead,
             prefix_cache=self.boot.topology.allocator.prefix_cache,
         )
-        self.core = Worker(self.me, self.boot.ordinal, self.page_table(), limits)
+        self.core = Worker(
+            self.me,
+            self.boot.ordinal,
+            self.page_table(),
+            limits,
+            allocator=self.boot.topology.allocator_of(self.me.name),
+            replicator=self.boot.topology.replicator_of(self.me.name),
+        )
         self._pages = PagePool(POOL_NUMBER, world.segments[POOL], self.boot.page_shape.page_bytes)
         self._news = trio.Event()
         self._busy_s = dict.fromkeys(PHASES, 0.0)

@@ -6,6 +6,9 @@ is dead: what was reported exited, and what is killed, stopped or not, because i
 gone, so it is listed as dying until its launcher says so: who owned what it wrote waits for that, or for
 proof of its own (`engine.allocator`).
 
+Of other hosts (`engine.hosts`) the launchers tell what hearts count: whoever they stop telling of is silent
+too. What is dying there stays so until its host is heard of again.
+
 The monitor measures silence by its own turns, not by the wall clock alone: when the whole machine
 stood still (suspended, or starved of CPU), everybody gets the time back.
 """
@@ -40,7 +43,10 @@ class HealthMonitor:
         self.me = me
         self.deadline_s = deadline_s
         self.tick_s = tick_s
+        self._launcher: str | None = None
+        """That of this host, which also speaks for the others'."""
         self._facts: dict[str, dict[Incarnation, ProcessFact]] = {}
+        """By host."""
         self._pulses: dict[Incarnation, Pulse] = {}
         self._condemned: set[Incarnation] = set()
         """Killed, and not known to have exited."""
@@ -58,7 +64,8 @@ class HealthMonitor:
         """Take one message; the answer is a roster when it changed who is there."""
         match message:
             case ProcessFacts():
-                self._facts[source.name] = {
+                self._launcher = source.name
+                self._facts[message.host] = {
                     Incarnation(fact.name, fact.epoch): fact for fact in message.facts
                 }
                 running = {
@@ -77,12 +84,12 @@ class HealthMonitor:
                 assert_never(message)
 
     def tick(self, heartbeats: Mapping[Incarnation, int], now: float) -> list[Send]:
-        """Look at the hearts; `heartbeats` are the counters of the incarnations known to `alive`."""
+        """Look at the hearts; `heartbeats` are the counters of those in `alive` that are of this host."""
         # At most two ticks a turn count as silence: what is more, the monitor itself slept through.
         turn = self.tick_s if self._last_tick is None else min(now - self._last_tick, 2 * self.tick_s)
         self._last_tick = now
         sends: list[Send] = []
-        for incarnation, count in heartbeats.items():
+        for incarnation, count in [*heartbeats.items(), *self._told()]:
             pulse = self._pulses.setdefault(incarnation, Pulse(count))
             if pulse.count != count:
                 pulse.count, pulse.silent_s = count, 0.0
@@ -92,13 +99,23 @@ class HealthMonitor:
                 sends += self._kill(incarnation, f"its heart stood still for {pulse.silent_s:.1f} s")
         return sends
 
+    def _told(self) -> list[tuple[Incarnation, int]]:
+        """The hearts of other hosts."""
+        alive = {member.incarnation for member in self._members}
+        return [
+            (incarnation, fact.heart)
+            for facts in self._facts.values()
+            for incarnation, fact in facts.items()
+            if fact.heart is not None and incarnation in alive
+        ]
+
     def _kill(self, target: Incarnation, reason: str) -> list[Send]:
-        home = next((name for name, facts in self._facts.items() if target in facts), None)
-        if home is None or target in self._condemned or self._facts[home][target].exited:
+        fact = next((facts[target] for facts in self._facts.values() if target in facts), None)
+        if fact is None or target in self._condemned or fact.exited or self._launcher is None:
             return []
         self._condemned.add(target)
         self.kills += 1
-        return [Send(home, Kill(target, reason)), *self._declare()]
+        return [Send(self._launcher, Kill(target, reason)), *self._declare()]
 
     def _declare(self) -> list[Send]:
         members = tuple(
@@ -118,7 +135,7 @@ class HealthMonitor:
         self._members, self._dying = members, dying
         self._version += 1
         roster = Roster((self.me.epoch, self._version), members, dying)
-        return [Send(launcher, roster) for launcher in self._facts]
+        return [] if self._launcher is None else [Send(self._launcher, roster)]
 
     @property
     def alive(self) -> tuple[Member, ...]:

@@ -8,6 +8,8 @@ import msgspec
 
 EPOCH_BITS = 24
 COUNTER_BITS = 32
+LIFE_BITS = 12
+"""Of an epoch: how often an actor may be started in one life of its host's launcher, and how many lives."""
 MAX_EPOCH = (1 << EPOCH_BITS) - 1
 _REQUEST_NAME = re.compile(r"req-([0-9a-f]{16})")
 

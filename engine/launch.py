@@ -34,12 +34,21 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from actors.boot import POOL, STANDBY, VITALS, WRITERS, Boot, longest_context, segment_sizes
+from actors.boot import (
+    FIRST_LAUNCHER_EPOCH,
+    POOL,
+    STANDBY,
+    VITALS,
+    WRITERS,
+    Boot,
+    longest_context,
+    segment_sizes,
+)
 from actors.launcher import Launcher
 from actors.listeners import address_of, bind_client_paths, bind_client_ports, bind_doors
 from actors.logs import open_log
 from actors.processes import Processes
-from actors.run import HIGH_WATER_MARK, first_cause
+from actors.run import first_cause, open_network
 from actors.rundir import LOGS, READY, RunDir, default_base
 from actors.signals import StopSignals
 from actors.terminal import Terminal, say
@@ -48,10 +57,9 @@ from engine.errors import EstafetError, StartError, UsageError
 from engine.layout import Vitals
 from engine.model import ModelConfig, read_config
 from engine.supervision import Announce, raise_if_failed
-from engine.topology import Topology, parse
+from engine.topology import NAMED_TABLES, Topology, parse
 from transport.segments import create_segment, map_segment
 from transport.writers import WriterLocks
-from transport.zeromq import ZeroMQNetwork
 
 if TYPE_CHECKING:
     import socket
@@ -72,6 +80,8 @@ examples:
       one of each actor, prefill and decode in separate processes
   python -m engine.launch engine/topologies/unified.toml --set gateway.front.port=0
       one worker for both, on a free port
+  python -m engine.launch two-hosts.toml --host a
+      the part of a topology of several hosts that is on this one
   python -m engine.launch my.toml --set model.path=/models/llama.gguf --check
       say what would run, and stop
 
@@ -93,6 +103,9 @@ class Launch:
     clients: dict[str, dict[str, socket.socket]]
     """Of ZeroMQ, by gateway and endpoint."""
     run_dir: Path
+    host: str = ""
+    """Which of several hosts this is."""
+    clock_offset: float = 0.0
     segments: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -106,7 +119,7 @@ class Launch:
         default = cache_dir() / "pages" / f"{self.model_folder.name}.pages"
         return str(Path(table.file).expanduser().absolute() if table.file else default)
 
-    def boot(self, endpoint: str, actor: Actor, incarnation: Incarnation) -> Boot:
+    def boot(self, launcher: Launcher, actor: Actor, incarnation: Incarnation) -> Boot:
         """What an incarnation is told."""
         listener = self.listeners.get(actor.name)
         needed = set(self.segments)
@@ -119,8 +132,10 @@ class Launch:
             epoch=incarnation.epoch,
             topology=self.topology,
             run_dir=str(self.run_dir),
-            launcher_endpoint=endpoint,
+            launcher=launcher.me,
+            launcher_endpoint=launcher.endpoint,
             launcher_pid=os.getpid(),
+            clock_offset=self.clock_offset,
             model_folder=str(self.model_folder),
             page_shape=self.page_shape,
             context_length=self.context_length,
@@ -131,8 +146,8 @@ class Launch:
         )
 
     def url(self) -> str:
-        """Where the first gateway listens."""
-        return f"http://{address_of(next(iter(self.listeners.values())))}"
+        """Where the first gateway of this host listens; empty when it has none."""
+        return next(iter(self.urls().values()), "")
 
     def urls(self) -> dict[str, str]:
         """Where each gateway listens."""
@@ -171,7 +186,19 @@ def check_model(topology: Topology) -> None:
         raise StartError(f"model.path = {path!r}: no such file or folder; {expected}")
 
 
-def find_model(topology: Topology, progress: bool) -> tuple[Path, ModelConfig]:
+def choose_host(topology: Topology, host: str | None) -> str:
+    """The host of a topology that is this one; UsageError when it cannot be told."""
+    there = ", ".join(topology.host)
+    if host is None:
+        if there:
+            raise UsageError(f"the topology has several hosts: say by --host which one this is, of {there}")
+        return ""
+    if host not in topology.host:
+        raise UsageError(f"--host {host}: the topology has no such host; it has: {there or 'none'}")
+    return host
+
+
+def find_model(topology: Topology, progress: bool, host: str = "") -> tuple[Path, ModelConfig]:
     """The prepared folder of the topology's model, made now if need be."""
     from kernels.backends import format_for, resolve
     from kernels.packed import pack
@@ -186,19 +213,20 @@ def find_model(topology: Topology, progress: bool) -> tuple[Path, ModelConfig]:
         source = Path(path).expanduser()
     folder = prepare(source, cache_dir(), progress)
     config = read_config(folder)
-    if any(resolve(worker.backend) == "native" for worker in topology.worker.values()):
+    if any(resolve(worker.backend) == "native" for worker in topology.workers_on(host).values()):
         # Once, and its checksums compared once: workers that are started again only map it.
         pack(folder, format_for(topology.model, folder), progress)
     return folder, config
 
 
-def describe_kernels(topology: Topology, folder: Path) -> list[str]:
-    """What the workers compute with, and a line for those who could have it faster."""
+def describe_kernels(topology: Topology, folder: Path, host: str = "") -> list[str]:
+    """What the workers of a host compute with, and a line for those who could have it faster."""
     from kernels import cpu
     from kernels.backends import format_for, resolve
     from kernels.formats import activations_for
 
-    backends = {resolve(worker.backend) for worker in topology.worker.values()}
+    workers = topology.workers_on(host).values()
+    backends = {resolve(worker.backend) for worker in workers}
     lines = []
     if "native" in backends:
         weights = format_for(topology.model, folder)
@@ -208,15 +236,15 @@ def describe_kernels(topology: Topology, folder: Path) -> list[str]:
             f"native kernels ({cpu.native().variants()[0]}), {weights} weights, {activations} activations, "
             f"{topology.kv.dtype} pages"
         )
-    if "torch" in backends and any(worker.backend == "auto" for worker in topology.worker.values()):
+    if "torch" in backends and any(worker.backend == "auto" for worker in workers):
         lines.append("the native kernels were not built here: the slow backend is used; `tools/up` says why")
     return lines
 
 
-def check_workers(topology: Topology) -> None:
+def check_workers(topology: Topology, host: str = "") -> None:
     """Refuse cores that are not there, before anything is made."""
     available = os.sched_getaffinity(0)
-    for name, worker in topology.worker.items():
+    for name, worker in topology.workers_on(host).items():
         if missing := [core for core in worker.cores if core not in available]:
             raise StartError(
                 f"worker.{name}.cores = {list(worker.cores)}: core {missing[0]} is not ours; expected "
@@ -226,7 +254,7 @@ def check_workers(topology: Topology) -> None:
 
 def make_segments(launch: Launch, stack: ExitStack) -> None:
     """The sealed memfds that outlive every actor and vanish with this process."""
-    sizes = segment_sizes(launch.topology, launch.page_shape, launch.context_length)
+    sizes = segment_sizes(launch.topology, launch.page_shape, launch.context_length, launch.host)
     check_memory(launch.topology, sizes[POOL] + sizes.get(STANDBY, 0))
     for name, size in sizes.items():
         launch.segments[name] = create_segment(name, size)
@@ -258,7 +286,10 @@ def check_memory(topology: Topology, needed: int) -> None:
 
 async def supervise(launch: Launch, started: float, ready_fd: int | None, signals: StopSignals) -> None:
     """Run the actors until they have all ended; raises what made the launch fail."""
-    network = ZeroMQNetwork(launch.run_dir, kind=launch.topology.launch.link, high_water_mark=HIGH_WATER_MARK)
+    topology, host = launch.topology, launch.host
+    first = topology.hosts()[0]
+    control_port = topology.host[host].control_port if host and host == first else 0
+    network = open_network(topology, host, launch.run_dir, control_port)
     vitals = map_segment(launch.segments[VITALS], None)
     terminal = Terminal()
 
@@ -278,7 +309,7 @@ async def supervise(launch: Launch, started: float, ready_fd: int | None, signal
                 os.write(ready_fd, line.encode())
             os.close(ready_fd)
         seconds = time.monotonic() - started
-        doors = " and ".join(f"{url}/v1" for url in launch.urls().values())
+        doors = " and ".join(f"{url}/v1" for url in launch.urls().values()) or f"host {host}"
         terminal.say(f"ready after {seconds:.1f} s at {doors} (Ctrl-C to stop)")
 
     def announce(announcement: Announce) -> None:
@@ -288,11 +319,18 @@ async def supervise(launch: Launch, started: float, ready_fd: int | None, signal
             terminal.say(announcement.message)
 
     try:
-        actors = len(launch.topology.actors())
-        launcher = Launcher(launch.topology, network, Vitals(vitals.view, actors), announce)
+        launcher = Launcher(
+            topology,
+            network,
+            Vitals(vitals.view, len(topology.actors())),
+            announce,
+            host=host,
+            epoch=launcher_epoch(topology, host),
+            first_endpoint=control_endpoint(topology),
+        )
         stop_soon = partial(trio.lowlevel.current_trio_token().run_sync_soon, launcher.stop)
         async with trio.open_nursery() as nursery:
-            make_boot = partial(launch.boot, launcher.endpoint)
+            make_boot = partial(launch.boot, launcher)
             nest = Processes(nursery, launch.run_dir, make_boot, launcher.exited)
             try:
                 nursery.start_soon(terminal.show_start, launcher)
@@ -307,36 +345,54 @@ async def supervise(launch: Launch, started: float, ready_fd: int | None, signal
     raise_if_failed(over)
 
 
+def launcher_epoch(topology: Topology, host: str) -> int:
+    """Later than that of any launcher of this host before, if it is not the first: by the wall clock."""
+    return FIRST_LAUNCHER_EPOCH if host == topology.hosts()[0] else time.time_ns() // 1_000_000
+
+
+def control_endpoint(topology: Topology) -> str:
+    """Where the launcher of the first of several hosts listens; empty when there is only one."""
+    for table in topology.host.values():
+        address = f"[{table.address}]" if ":" in table.address else table.address
+        return f"tcp://{address}:{table.control_port}"
+    return ""
+
+
 def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
     """Check, make, run, clean up."""
     started = time.monotonic()
     raise_descriptor_limit()
     check_descriptor(arguments.ready_fd)
     topology = read_topology(arguments.topology, arguments.settings)
+    host = ""
+    if not arguments.check or arguments.host is not None:
+        host = choose_host(topology, arguments.host)
     check_model(topology)
-    check_workers(topology)
+    check_workers(topology, host)
     if arguments.check:
         with suppress(BrokenPipeError):
             print(describe(topology), flush=True)
         return
     with ExitStack() as stack:
         with signals.interrupting():
-            listeners = bind_doors(topology, stack)
-            ports = bind_client_ports(topology, stack)
-            folder, config = find_model(topology, progress=True)
+            listeners = bind_doors(topology, stack, host)
+            ports = bind_client_ports(topology, stack, host)
+            folder, config = find_model(topology, True, host)
         shape = config.page_shape(topology.kv.page_tokens, topology.kv.dtype)
-        name = Path(arguments.topology).stem
+        name = f"{Path(arguments.topology).stem}{host and '-'}{host}"
         run_dir = RunDir.create(arguments.run_dir or default_base(), name)
         stack.callback(run_dir.close)
         context = longest_context(topology, config)
         if context < config.context_length:
             say(f"kv.pages = {topology.kv.pages} holds {context} tokens: that is the longest context here")
         clients = bind_client_paths(ports, run_dir.path, stack)
-        made = Launch(topology, config, folder, shape, context, listeners, clients, run_dir.path)
+        made = Launch(topology, config, folder, shape, context, listeners, clients, run_dir.path, host)
+        if host:
+            made.clock_offset = time.time() - time.monotonic()
         make_segments(made, stack)
         open_log(run_dir.path / LOGS / "launcher.jsonl", topology.launch.log_level)
         say(f"{__version__}, {topology.model.name or config.name}, topology {name}")
-        for line in describe_kernels(topology, folder):
+        for line in describe_kernels(topology, folder, host):
             say(line)
         say(f"run directory {run_dir.path}")
         for doors in ports.values():
@@ -370,9 +426,13 @@ def check_descriptor(number: int | None) -> None:
 
 def describe(topology: Topology) -> str:
     """The resolved topology as TOML, every key shown, with the actors it makes."""
-    lines = ["# actors: " + ", ".join(f"{actor.name} ({actor.kind})" for actor in topology.actors())]
+    lines = [
+        f"# actors{host and f' of host {host}'}: "
+        + ", ".join(f"{actor.name} ({actor.kind})" for actor in topology.actors(host))
+        for host in topology.hosts()
+    ]
     for key, table in msgspec.to_builtins(topology).items():
-        named = key in ("gateway", "worker")
+        named = key in NAMED_TABLES
         for name, values in table.items() if named else [(None, table)]:
             lines += ["", f"[{key}.{name}]" if named else f"[{key}]"]
             lines += [
@@ -398,6 +458,9 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="replace a key of the file, as in --set worker.decode.threads=2 (may be repeated)",
+    )
+    command.add_argument(
+        "--host", metavar="NAME", help="which host of the topology this is, where it has several"
     )
     command.add_argument("--check", action="store_true", help="print the resolved topology and stop")
     command.add_argument(

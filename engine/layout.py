@@ -367,10 +367,10 @@ class Vitals:
         """The epoch of the newest incarnation; 0 before the first."""
         return self._words[ordinal * self.BYTES // WORD]
 
-    def next_epoch(self, ordinal: int) -> int:
-        """Count one more start and return its epoch."""
+    def next_epoch(self, ordinal: int, after: int = 0) -> int:
+        """Count one more start and return its epoch, which is later than `after`."""
         at = ordinal * self.BYTES // WORD
-        self._words[at] += 1
+        self._words[at] = max(self._words[at], after) + 1
         return self._words[at]
 
     def beat(self, ordinal: int) -> None:

@@ -90,12 +90,18 @@ class ProcessFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
     endpoint: str
     ready: bool
     exited: bool
+    heart: int | None = None
+    """What its heart counted; None where the health monitor sees that itself."""
 
 
 class ProcessFacts(Message, frozen=True):
-    """launcher → health: every actor of this host, whole, whenever something changed."""
+    """launcher → health: every actor of a host, whole, whenever something changed.
+
+    Of other hosts it is said each turn, with what the hearts there counted.
+    """
 
     facts: tuple[ProcessFact, ...]
+    host: str = ""
 
 
 class Kill(Message, frozen=True):
@@ -110,6 +116,39 @@ class Suspicion(Message, frozen=True):
 
     target: Incarnation
     reason: str
+
+
+# ── launchers of several hosts ────────────────────────────────────────────────────────────────
+
+
+class Join(Message, frozen=True):
+    """launcher → launcher of the first host: here is another host; its actors wait to be started."""
+
+    host: str
+    endpoint: str
+    agreement: str
+    """What both must have read alike (`engine.topology.Topology.agreement`)."""
+
+
+class HostFacts(Message, frozen=True):
+    """launcher → launcher of the first host: all of a host, each turn and whenever something changed."""
+
+    facts: tuple[ProcessFact, ...]
+    drained: bool
+    """No gateway of the host has an open request."""
+    over: bool
+    """Every process of the host has ended, and none will be started."""
+
+
+class HostOrder(Message, frozen=True):
+    """launcher of the first host → launcher: what a host is to do; the answer to all that it says."""
+
+    life: int
+    """How often a launcher of this host has joined, this one included: epochs of its actors begin with it."""
+    want: Literal["run", "drain", "stop", "leave"]
+    """leave: that all is over there is known."""
+    refused: str = ""
+    """Why it may not join, else empty."""
 
 
 # ── requests: gateway ↔ scheduler ─────────────────────────────────────────────────────────────
@@ -137,6 +176,10 @@ class RequestFact(Message, frozen=True):
     """Who asks: requests of one client share its part of the system; empty is everybody without a name."""
     priority: int = 0
     """Of all requests of a client, those with the lowest number go first."""
+    tokens: bytes = b""
+    """The log, little-endian u32, where there are several hosts: it is placed by who has its pages."""
+    salt: str = ""
+    """Its `cache_salt`."""
 
 
 class RequestEnded(Message, frozen=True):
@@ -156,6 +199,10 @@ class Place(Message, frozen=True):
     """The term in which the request waits; the placement opens the next one."""
     prefill: Incarnation
     decode: Incarnation
+    elsewhere: str = ""
+    """Another host that has more of its pages,"""
+    elsewhere_pages: int = 0
+    """and how many, from the first on."""
 
 
 class Preempt(Message, frozen=True):
@@ -199,6 +246,10 @@ class StartPrefill(Message, frozen=True):
     term: int
     spec: SequenceSpec
     decode: Incarnation
+    elsewhere: str = ""
+    """Another host that has more of its pages,"""
+    elsewhere_pages: int = 0
+    """and how many, from the first on, as far as the scheduler knows."""
 
 
 class Cancel(Message, frozen=True):
@@ -512,6 +563,19 @@ class PoolFact(Message, frozen=True):
     total: int
     free: int
     """Free, or cached and held by nobody: what can be leased."""
+    page_fill_s: float = 0.0
+    """Seconds in which a worker here fills a page; 0: not measured."""
+    page_fetch_s: float = 0.0
+    """Seconds a page from another host; 0: not measured."""
+
+
+class PagesCached(Message, frozen=True):
+    """allocator → scheduler, where there are several hosts: the pages that are found here, by their keys."""
+
+    added: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+    whole: bool
+    """This is all of them, else the difference to what was said before."""
 
 
 class PoolExhausted(Message, frozen=True):
@@ -533,7 +597,9 @@ class PagesSealed(Message, frozen=True):
 Control: TypeAlias = Roster | Drain | Stop
 
 ToGateway: TypeAlias = Control | Place | Preempt | TermAccepted | StepTokens | SequenceLost | PinFact
-ToScheduler: TypeAlias = Control | RequestFact | RequestEnded | WorkerFact | PoolFact | PoolExhausted
+ToScheduler: TypeAlias = (
+    Control | RequestFact | RequestEnded | WorkerFact | PoolFact | PoolExhausted | PagesCached
+)
 ToWorker: TypeAlias = (
     Control
     | StartPrefill
@@ -564,7 +630,7 @@ ToAllocator: TypeAlias = (
 )
 ToReplicator: TypeAlias = Control | PagesSealed | FetchWanted | SpillWanted
 ToHealth: TypeAlias = Control | ProcessFacts | Suspicion
-ToLauncher: TypeAlias = Hello | Ready | Drained | Roster | Kill
+ToLauncher: TypeAlias = Hello | Ready | Drained | Roster | Kill | Join | HostFacts | HostOrder
 
 RECEIVES: dict[ActorKind, object] = {
     "gateway": ToGateway,

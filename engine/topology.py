@@ -147,7 +147,7 @@ class AllocatorTable(_Table, frozen=True):
     """Which cached pages go first: by what they cost and how likely they are wanted again, or the least
     recently used."""
     file_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)] = 0
-    """A file of so many bytes at most keeps pages that memory has no room for, across launches too; 0: none."""
+    """A file of so many bytes keeps pages that memory has no room for, across launches too; 0: none."""
     file: str = ""
     """Where it lies; empty: in the cache folder, by the model's name. One launch at a time can use it."""
 
@@ -199,7 +199,7 @@ class Topology(_Table, frozen=True, kw_only=True):
     launch: LaunchTable = LaunchTable()
 
     def hosts(self) -> tuple[str, ...]:
-        """The names of all hosts, the one with the scheduler and the health monitor first; "" is the only one."""
+        """The names of all hosts, that of the scheduler and the health monitor first; "" is the only one."""
         return tuple(self.host) or ("",)
 
     def actors(self, host: str | None = None) -> tuple[Actor, ...]:

@@ -21,6 +21,10 @@ SOCKET_FOLDER = "s"
 IPC_PATH_LIMIT = 107
 """Bytes that `sockaddr_un` leaves for a path, its terminating zero taken off."""
 
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 3000
+"""A tcp connection that is silent for so long is made anew: TCP itself waits for minutes."""
+
 # A peer that is restarted elsewhere is given up by its users, so attempts may be quick at first (a
 # peer that is only slow to start) and must become cheap.
 RECONNECT_FIRST_MS = 10
@@ -36,17 +40,19 @@ class ZeroMQNetwork:
         *,
         kind: Literal["ipc", "tcp"] = "ipc",
         host: str = "127.0.0.1",
+        port: int = 0,
         high_water_mark: int = 1000,
     ) -> None:
         """Nothing is opened before the first bind or connect, and no trio run is needed.
 
         `run_dir`: the private folder of this launch; ipc sockets lie in its folder `s`.
-        `kind`: how inboxes are bound; outboxes connect to either. `host`: address that tcp inboxes
-        bind to. `high_water_mark`: messages queued at each end of a connection.
+        `kind`: how inboxes are bound; outboxes connect to either. `host`: IP address that tcp inboxes
+        bind to. `port`: that of the only inbox, 0 for free ones. `high_water_mark`: messages queued at
+        each end of a connection.
         """
         self._folder = run_dir / SOCKET_FOLDER
         self._kind = kind
-        self._host = host
+        self._address = f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
         self._high_water_mark = high_water_mark
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._open: set[ZeroMQInbox | ZeroMQOutbox] = set()
@@ -58,8 +64,8 @@ class ZeroMQNetwork:
             path = self._socket_path(name)
             address = f"ipc://{path}"
         else:
-            address = f"tcp://{self._host}:*"
-        socket = self._socket(zmq.PULL)
+            address = self._address
+        socket = self._socket(zmq.PULL, address)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
@@ -72,7 +78,7 @@ class ZeroMQNetwork:
 
     def connect(self, endpoint: str) -> ZeroMQOutbox:
         """Open an outbox to an inbox, which need not exist yet; raises StartError on a malformed one."""
-        socket = self._socket(zmq.PUSH)
+        socket = self._socket(zmq.PUSH, endpoint)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -102,8 +108,13 @@ class ZeroMQNetwork:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        if address.startswith("tcp://"):
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+            socket.setsockopt(zmq.IPV6, "[" in address)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, self._high_water_mark)
         socket.setsockopt(zmq.RCVHWM, self._high_water_mark)

@@ -131,6 +131,7 @@ class System:
             epoch=incarnation.epoch,
             topology=self.topology,
             run_dir="",
+            launcher=self.launcher.me,
             launcher_endpoint=self.launcher.endpoint,
             launcher_pid=0,
             model_folder=str(self.folder),
