@@ -77,6 +77,17 @@ class StepResult:
     """[L] where `Rows.logprobs` asks for them and there is a token; empty when no sequence does."""
 
 
+@dataclass(frozen=True, slots=True)
+class WriterSlots:
+    """Where threads that write pages hold robust mutexes, so that others can tell when the last is gone."""
+
+    records: NDArray[np.uint8]
+    """[slots * 64] of shared memory, as transport/writers.py lays it out: the slot of the main thread, which
+    holds it already, of who calls `step`, and of each thread that helps it."""
+    epoch: int
+    """The process's own, to be written beside each mutex."""
+
+
 class Backend(Protocol):
     """A model with its weights over a pool of KV pages."""
 
@@ -89,6 +100,9 @@ class Backend(Protocol):
     """Of the matrices that every step reads: as it reads them, each once."""
     head_bytes: int
     """Of the LM head, which steps read that sample."""
+    writer_slots: int
+    """How many of its `WriterSlots` the threads hold that write pages, the main thread's included; 0 when
+    some write without holding any."""
 
     def step(self, rows: Rows, *, return_logits: bool = False) -> StepResult:
         """Fill the rows' positions and sample where asked. One caller at a time; releases the GIL."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from engine.shapes import PageShape
     from engine.topology import ModelTable
-    from kernels.backend import Backend
+    from kernels.backend import Backend, WriterSlots
     from kernels.formats import Activations, WeightFormat
 
 NAMES = ("native", "torch", "reference")
@@ -56,6 +56,7 @@ def open_backend(
     weights: WeightFormat | None = None,
     activations: Activations | None = None,
     cores: Sequence[int] = (),
+    writers: WriterSlots | None = None,
 ) -> Backend:
     """Open the backend `name` over a prepared model folder and a pool of KV pages.
 
@@ -65,8 +66,9 @@ def open_backend(
 
     Of the native backend only: `weights`, how it keeps the matrices (None: as
     `kernels.weights.default_format` says), `activations`, what their inputs are rounded to (None: as
-    `kernels.formats.activations_for` says), and `cores`, where its threads are pinned. The others compute
-    with what is stored.
+    `kernels.formats.activations_for` says), `cores`, where its threads are pinned, and `writers`, what they
+    hold (`Backend.writer_slots` says whether they do). The others compute with what is stored, and hold
+    nothing.
 
     StartError: unknown name, or a pool or page shape that does not fit the model. ModelError: the folder
     cannot be served.
@@ -75,7 +77,14 @@ def open_backend(
         from kernels.cpu.backend import NativeBackend
 
         return NativeBackend(
-            model_folder, pool, page_shape, threads, weights, activations=activations, cores=cores
+            model_folder,
+            pool,
+            page_shape,
+            threads,
+            weights,
+            activations=activations,
+            cores=cores,
+            writers=writers,
         )
     if name == "torch":
         # Torch's threads spin at every barrier unless told not to before torch is loaded. On cores shared

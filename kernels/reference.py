@@ -96,6 +96,7 @@ class ReferenceBackend:
         self.weights = Weights(model_folder, self.config)
         self._pool = PageArrays(pool, page_shape)
         self.body_bytes, self.head_bytes = float32_bytes(self.config)
+        self.writer_slots = 0  # whoever calls a step writes
         self.numerics_id = f"reference-fp64-1:fp32:{self.config.weights_id}:kv-{page_shape.dtype}:tp1"
 
     def phase_seconds(self) -> dict[str, float]:

@@ -72,6 +72,7 @@ class TorchBackend:
         for plan in plans.values():
             fingerprint.update(plan.bits)
         self.body_bytes, self.head_bytes = float32_bytes(self.config)
+        self.writer_slots = 0  # torch's own threads write
         self.numerics_id = (
             f"{KERNEL}:{torch.backends.cpu.get_cpu_capability().lower()}-{fingerprint.hexdigest()}:fp32"
             f":{self.config.weights_id}:kv-{page_shape.dtype}:tp1"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from engine.sampling import SamplingParams
     from engine.shapes import PageShape
-    from kernels.backend import Rows, TokenLog
+    from kernels.backend import Rows, TokenLog, WriterSlots
     from kernels.formats import Activations, WeightFormat
     from kernels.packed import PackedMatrix
     from kernels.rows import Span
@@ -45,6 +45,9 @@ MATRICES = {
     "down": "mlp.down_proj",
 }
 NORMS = {"attention": "input_layernorm", "ffn": "post_attention_layernorm"}
+
+SLOT_BYTES = 64
+"""Of a writer's slot (`WriterSlots`)."""
 
 _NO_LOGITS = np.empty(0, np.float32)
 _NO_IDS = np.empty(0, np.int32)
@@ -70,12 +73,16 @@ class NativeBackend:
         activations: Activations | None = None,
         variant: str | None = None,
         cores: Sequence[int] = (),
+        writers: WriterSlots | None = None,
     ) -> None:
         """Open the packed weights of a prepared folder, packing them first unless they are there.
 
         `activations`: what the inputs of FP8 matrices are rounded to, by default what
         `kernels.formats.activations_for` says. `variant`: one of `native().variants()`, by default the
-        fastest. `cores`: where the threads are pinned, one each; none: nowhere.
+        fastest. `cores`: where the threads are pinned, one each; none: nowhere. `writers`: what the threads
+        hold while they can write, the helpers for life and who calls `step` during it (RuntimeError when that
+        is another living thread's, or the main thread does not hold its own); when there are fewer slots than
+        threads they hold none.
         """
         module = native()
         if threads < 1:
@@ -112,7 +119,11 @@ class NativeBackend:
             list(cores),
         )
         # The native model has addresses only: what they point to lives as long as this object.
-        self._keeps = pool
+        self._keeps = pool, writers
+        self.writer_slots = 0
+        if writers is not None and len(writers.records) >= SLOT_BYTES * (threads + 1):
+            self._model.hold(writers.records, writers.epoch)
+            self.writer_slots = threads + 1
         for layer in range(config.layers):
             for name, long_name in MATRICES.items():
                 self._set_matrix(layer, name, f"model.layers.{layer}.{long_name}.weight")

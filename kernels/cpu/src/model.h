@@ -45,6 +45,8 @@ public:
     Model(const Variant& variant, const Shape& shape, const Pool& pool, int threads, const std::vector<int>& cores);
 
     void step(const StepInput& input);
+    // Has the helpers of a step hold their slots; whoever calls a step holds its own.
+    void hold(const Writers& writers) { team_.hold(writers); }
     // Seconds by phase since the model was made, as the calling thread saw them, waiting included.
     const std::array<double, PHASES>& seconds() const { return seconds_; }
 

@@ -148,7 +148,7 @@ public:
                 const std::vector<int>& cores)
         : shape_(shape_of(shape, epsilon, threads)),
           model_(variant_named(variant), shape_, pool_of(shape_, pool, page_kind, page_tokens), threads, cores),
-          pages_(int64_t(pool.size() / model_.pool.page_bytes())) {
+          pages_(int64_t(pool.size() / model_.pool.page_bytes())), threads_(threads) {
         const size_t context = size_t(shape_.context), half = size_t(shape_.head_dim / 2);
         require(cos.shape(0) == context && cos.shape(1) == half && sin.shape(0) == context && sin.shape(1) == half,
                 "the rotary tables do not have the model's shape");
@@ -222,7 +222,22 @@ public:
         input.logits = logits.size() ? logits.data() : nullptr;
         nb::gil_scoped_release released;
         const std::lock_guard<std::mutex> alone(mutex_);
+        const Hold held(writers_, Writers::CALLER);
         model_.step(input);
+    }
+
+    // slots: the main thread's, which is held, who calls step's, and one for each of the other threads of a step; they stay
+    // where they are.
+    void hold(Out<uint8_t> slots, uint64_t epoch) {
+        const Writers writers{reinterpret_cast<WriterSlot*>(slots.data()), epoch};
+        require(slots.size() >= sizeof(WriterSlot) * (Writers::HELPERS + size_t(threads_) - 1) &&
+                    reinterpret_cast<uintptr_t>(slots.data()) % alignof(WriterSlot) == 0,
+                "writers' slots are too few for the threads, or not aligned");
+        nb::gil_scoped_release released;
+        const std::lock_guard<std::mutex> alone(mutex_);
+        require(!writers_.slots, "the threads hold their slots already");
+        model_.hold(writers);
+        writers_ = writers;
     }
 
     std::map<std::string, double> phase_seconds() const {
@@ -274,6 +289,8 @@ private:
     const Shape shape_;
     Model model_;
     const int64_t pages_;
+    const int threads_;
+    Writers writers_;
     std::mutex mutex_;  // one step at a time
 };
 
@@ -412,5 +429,6 @@ NB_MODULE(_native, m) {
              "wanted"_a.noconvert(), "doubles"_a.noconvert(), "integers"_a.noconvert(), "masks"_a.noconvert(),
              "bias_ids"_a.noconvert(), "biases"_a.noconvert(), "logs"_a.noconvert(), "told"_a.noconvert(),
              "sampled"_a.noconvert(), "logits"_a.noconvert(), "top_ids"_a.noconvert(), "top_logprobs"_a.noconvert())
+        .def("hold", &NativeModel::hold, "slots"_a.noconvert(), "epoch"_a)
         .def("phase_seconds", &NativeModel::phase_seconds);
 }

@@ -1,5 +1,7 @@
 #include "team.h"
 
+#include <exception>
+
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
@@ -13,7 +15,7 @@ namespace {
 constexpr int SPINS_IN_STEP = 4000;       // some 100 µs: phases differ by less, unless a thread lost its core
 constexpr int SPINS_BETWEEN_STEPS = 2000;
 
-void pause() {
+void relax() {
 #if defined(__x86_64__)
     _mm_pause();
 #else
@@ -58,7 +60,7 @@ void Signal::advance() {
 void Signal::wait(uint32_t old, int spins) {
     for (int i = 0; i < spins; i++) {
         if (value() != old) return;
-        pause();
+        relax();
     }
     std::unique_lock<std::mutex> lock(mutex_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
@@ -67,7 +69,7 @@ void Signal::wait(uint32_t old, int spins) {
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
 }
 
-Team::Team(int threads, const std::vector<int>& cores) : threads_(threads) {
+Team::Team(int threads, const std::vector<int>& cores) : threads_(threads), holds_(threads) {
     try {
         for (int number = 1; number < threads; number++) {
             helpers_.emplace_back([this, number] { help(number); });
@@ -87,6 +89,20 @@ void Team::stop() {
     for (auto& helper : helpers_) helper.join();
 }
 
+void Team::hold(const Writers& writers) {
+    std::vector<std::exception_ptr> refused(threads_);
+    run([&](int number) {
+        if (!number) return;  // the caller is another one each time
+        try {
+            holds_[number] = std::make_unique<Hold>(writers, Writers::HELPERS + number - 1);
+        } catch (...) {
+            refused[number] = std::current_exception();
+        }
+    });
+    for (const std::exception_ptr& error : refused)
+        if (error) std::rethrow_exception(error);
+}
+
 void Team::run(const std::function<void(int)>& job) {
     FloatRules rules;
     job_ = &job;
@@ -99,7 +115,10 @@ void Team::help(int number) {
     FloatRules rules;
     for (uint32_t seen = 0;; seen++) {
         started_.wait(seen, SPINS_BETWEEN_STEPS);
-        if (stopping_) return;
+        if (stopping_) {
+            holds_[number].reset();
+            return;
+        }
         (*job_)(number);
         barrier();
     }

@@ -5,9 +5,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "writers.h"
 
 // A number that goes up; who waits for it spins briefly, then sleeps.
 class Signal {
@@ -33,6 +36,8 @@ public:
     Team& operator=(const Team&) = delete;
 
     int threads() const { return threads_; }
+    // Has each helper hold its slot from now on, as long as it lives; std::runtime_error when one cannot.
+    void hold(const Writers& writers);
     // Calls job(0) here and job(1 … threads - 1) in the helpers; returns when all have returned.
     void run(const std::function<void(int)>& job);
     // For jobs: returns when every thread of the team has called it.
@@ -47,5 +52,6 @@ private:
     bool stopping_ = false;
     Signal started_, met_;
     alignas(64) std::atomic<int> arrived_{0};
+    std::vector<std::unique_ptr<Hold>> holds_;  // one a thread, made and ended by it
     std::vector<std::thread> helpers_;
 };
