@@ -190,6 +190,11 @@ class WriterLocks:
             os.sched_yield()  # the scheduler is a full barrier: the others are looked at after slot 0
         return not self._some_hold(ordinal, MAIN + 1, slots if declared == epoch else self.SLOTS, epoch)
 
+    def close(self) -> None:
+        """Let the buffer go, of one that was only looked at: BufferError when slots were held in it."""
+        for view in (self._halves, self._words, self._bytes):
+            view.release()
+
     def _some_hold(self, ordinal: int, first: int, end: int, epoch: int) -> bool:
         """Whether a living thread of this epoch, or of one before, holds one of the slots first … end - 1."""
         at = self._record(ordinal, first)
