@@ -158,4 +158,46 @@ PROCESS: dict[tuple[ProcessState, ProcessEvent], ProcessState] = {
     (ProcessState.READY, ProcessEvent.EXIT): ProcessState.EXITED,
 }
 
-TABLES: tuple[dict[Any, Any], ...] = (REQUEST, SEQUENCE, PAGE, PROCESS)
+
+class PinState(Enum):
+    """Where a prefix is that a gateway keeps in the cache for a client."""
+
+    ASKING = "asking"
+    FILLING = "filling"
+    PAUSING = "pausing"
+    SETTLED = "settled"
+    OVER = "over"
+
+
+class PinEvent(Enum):
+    """What changes a pin.
+
+    FAILED: it was not filled; RETRIED: it is to be filled again; FORGOTTEN: there is a new allocator.
+    """
+
+    ANSWERED = "answered"
+    SHORT = "short"
+    FILLED = "filled"
+    FAILED = "failed"
+    RETRIED = "retried"
+    FORGOTTEN = "forgotten"
+    ENDED = "ended"
+
+
+#             ANSWERED                  SHORT              FAILED
+#   SETTLED ◀────────── ASKING ─────────────────▶ FILLING ─────────▶ PAUSING
+#      └─── FORGOTTEN ────▲ ▲─────── FILLED ─────────┘ ▲─── RETRIED ────┘         any ── ENDED ──▶ OVER
+PIN: dict[tuple[PinState, PinEvent], PinState] = {
+    (PinState.ASKING, PinEvent.ANSWERED): PinState.SETTLED,
+    (PinState.ASKING, PinEvent.SHORT): PinState.FILLING,
+    (PinState.ASKING, PinEvent.ENDED): PinState.OVER,
+    (PinState.FILLING, PinEvent.FILLED): PinState.ASKING,
+    (PinState.FILLING, PinEvent.FAILED): PinState.PAUSING,
+    (PinState.FILLING, PinEvent.ENDED): PinState.OVER,
+    (PinState.PAUSING, PinEvent.RETRIED): PinState.FILLING,
+    (PinState.PAUSING, PinEvent.ENDED): PinState.OVER,
+    (PinState.SETTLED, PinEvent.FORGOTTEN): PinState.ASKING,
+    (PinState.SETTLED, PinEvent.ENDED): PinState.OVER,
+}
+
+TABLES: tuple[dict[Any, Any], ...] = (REQUEST, SEQUENCE, PAGE, PROCESS, PIN)

@@ -8,6 +8,7 @@ import pytest
 
 from engine.lifecycle import (
     PAGE,
+    PIN,
     PROCESS,
     REQUEST,
     SEQUENCE,
@@ -15,6 +16,8 @@ from engine.lifecycle import (
     IllegalTransition,
     PageEvent,
     PageState,
+    PinEvent,
+    PinState,
     ProcessEvent,
     ProcessState,
     RequestEvent,
@@ -50,6 +53,7 @@ LIVES = [
     ),
     Life(PAGE, PageState, PageEvent, {PageState.FREE}, set()),
     Life(PROCESS, ProcessState, ProcessEvent, {ProcessState.STARTING}, {ProcessState.EXITED}),
+    Life(PIN, PinState, PinEvent, {PinState.ASKING}, {PinState.OVER}),
 ]
 
 
