@@ -19,10 +19,11 @@ import msgspec
 import structlog
 import trio
 
-from actors.boot import Boot, World
+from actors.boot import WRITERS, Boot, World
 from actors.logs import open_log
 from engine.errors import EstafetError
 from transport.segments import map_segment
+from transport.writers import MAIN, WriterLocks
 from transport.zeromq import ZeroMQNetwork
 
 if TYPE_CHECKING:
@@ -113,16 +114,17 @@ async def in_thread(function: Callable[[], T]) -> T:
     return await trio.to_thread.run_sync(function)
 
 
-def open_backend(boot: Boot, pool: memoryview) -> Backend:
-    """The worker's backend over the shared pool."""
+def open_backend(locks: WriterLocks, boot: Boot, pool: memoryview) -> Backend:
+    """The worker's backend over the shared pool; declares what its threads hold, before any writes."""
     import numpy as np
 
     from kernels import backends
+    from kernels.backend import WriterSlots
 
     folder = Path(boot.model_folder)
     table, model = boot.topology.worker[boot.name], boot.topology.model
     shared = max(1, len(os.sched_getaffinity(0)) // len(boot.topology.workers_on(boot.host)))
-    return backends.open_backend(
+    backend = backends.open_backend(
         backends.resolve(table.backend),
         folder,
         np.frombuffer(pool, np.uint8),
@@ -131,7 +133,10 @@ def open_backend(boot: Boot, pool: memoryview) -> Backend:
         backends.format_for(model, folder),
         None if model.activations == "auto" else model.activations,
         table.cores,
+        WriterSlots(np.frombuffer(locks.slots(boot.ordinal), np.uint8), boot.epoch),
     )
+    locks.declare(boot.ordinal, boot.epoch, backend.writer_slots)
+    return backend
 
 
 async def serve_doors(boot: Boot, sessions: Sessions, shutdown: trio.Event) -> None:
@@ -178,13 +183,19 @@ async def live(boot: Boot) -> None:
     """One incarnation from its first to its last breath."""
     network = open_network(boot.topology, boot.host, Path(boot.run_dir))
     segments = {name: map_segment(descriptor, None) for name, descriptor in boot.segments.items()}
+    locks = WriterLocks(segments[WRITERS].view, len(boot.topology.actors()))
     try:
+        if boot.kind == "worker":
+            # To the end of the process: who was killed and who ended by itself look the same.
+            locks.hold(boot.ordinal, MAIN, boot.epoch)
+            locks.declare(boot.ordinal, boot.epoch, 1)  # no other thread writes before a backend is open
         world = World(
             boot=boot,
             links=network,
             segments={name: segment.view for name, segment in segments.items()},
             compute=in_thread,
-            open_backend=open_backend,
+            open_backend=partial(open_backend, locks),
+            gone=locks.gone,
             serve_door=partial(serve_doors, boot) if boot.listener is not None else None,
         )
         await make_actor(world).run()

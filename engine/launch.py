@@ -260,7 +260,9 @@ def make_segments(launch: Launch, stack: ExitStack) -> None:
         launch.segments[name] = create_segment(name, size)
         stack.callback(os.close, launch.segments[name])
     writers = map_segment(launch.segments[WRITERS])
-    WriterLocks(writers.view, len(launch.topology.actors())).initialise()
+    locks = WriterLocks(writers.view, len(launch.topology.actors()))
+    locks.initialise()
+    locks.close()
     writers.close()
 
 
