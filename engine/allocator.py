@@ -123,6 +123,7 @@ class Allocator:
             self._seen_roster = True
             self._strangers = set(self._workers)
             dead += self._lost_before(up)
+        dead += [lost for lost in self._superseded(up) if lost not in dead]
         sends: list[Send] = []
         for writer in dead:
             sends += self._lose(writer, now)
@@ -212,8 +213,8 @@ class Allocator:
         self._leases.introduced(worker, held)
         self._pinned.identities[worker] = held.identity
         self._strangers.discard(worker)
-        self._pages.look_at_all()
         self._see_strangers()
+        self._pages.look_at_all()
         # Its release of others, or the grant that would have told it, died with the last allocator; or it
         # took them over after it spoke. Only the worker can tell, so it is asked once more.
         named = {*held.leased, *held.used}
@@ -222,13 +223,28 @@ class Allocator:
         return [Send(worker, PagesDoubted(rest))] if rest else []
 
     def _see_strangers(self) -> None:
-        self._pages.may_evict = self._seen_roster and not self._strangers
+        if not self._strangers and not self._pages.may_evict:
+            self._pages.may_evict = True
+            self._pages.look_at_all()
 
     def _lost_before(self, up: Sequence[Member]) -> list[Incarnation]:
         """Who owns pages by the table, and is not there any more."""
         alive = {Owner(member.ordinal, member.epoch) for member in up}
         lost = sorted(owner for owner in self._found - alive if owner.ordinal in self._names)
         return [Incarnation(self._names[owner.ordinal], owner.epoch) for owner in lost]
+
+    def _superseded(self, up: Sequence[Member]) -> list[Incarnation]:
+        """Whose next life has begun, and who has pages by the table: it may never have been in a roster here.
+
+        Whoever is in no roster and has no successor may be too new for the one that is there now.
+        """
+        newest = {member.ordinal: member.epoch for member in up if member.kind in WRITERS}
+        if not newest:
+            return []
+        owners = {*self.table.holding(), *map(self.table.owner, self._pages.in_state(*WRITABLE))}
+        old = sorted(owner for owner in owners if owner.epoch < newest.get(owner.ordinal, 0))
+        lost = [Incarnation(self._names[owner.ordinal], owner.epoch) for owner in old]
+        return [dead for dead in lost if dead not in self._departed]
 
     def _lose(self, dead: Incarnation, now: float) -> list[Send]:
         """A writer was declared dead: what it was doing is over, what it could write is quarantined."""

@@ -70,10 +70,14 @@ class Pages:
         self.freed += 1
 
     def let_go(self, page: int) -> None:
-        """A sealed page has a holder less: it stays in the cache, or is free when it cannot be found."""
+        """A sealed page has a holder less: it stays in the cache, or is free when it cannot be found.
+
+        Nothing is freed while a predecessor's grant may be taken: of two pages with the same tokens it may
+        have known the other one.
+        """
         if page in self.cache:
             self.cache.look(page)
-        elif not self.cache.held(page):
+        elif self.may_evict and not self.cache.held(page):
             self.put_back(page)
 
     def look_at_all(self) -> None:

@@ -42,7 +42,8 @@ class Prefixes:
     def want(self, source: Incarnation, message: PrefixWanted, now: float) -> list[Send]:
         """A worker is to fill a log."""
         name = (source, message.key, message.term)
-        self.fillings.end(name)
+        # Said again, it replaces what was said before.
+        sends = self.end(name, now)
         chain = Chain.resume(
             message.root, self._pages.table.page_tokens, message.tokens[: message.have * self._page_bytes]
         )
@@ -50,12 +51,12 @@ class Prefixes:
         filling.elsewhere, filling.elsewhere_pages = message.elsewhere, message.elsewhere_pages
         if not message.seeks:
             self.fillings.put(filling)
-            return []
+            return sends
         count = len(message.tokens) // self._page_bytes
         found = self._pages.cache.find(message.root, message.tokens, count, now)[message.have :]
         filling.go_to(message.have + len(found))
         self.fillings.put(filling)
-        return self._answer(filling, found, now)
+        return [*sends, *self._answer(filling, found, now)]
 
     def _answer(self, filling: Filling, found: list[int], now: float) -> list[Send]:
         """Grant what was found, and say whether to wait for more or to fill the next page."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tables import OldestFirst, page_table
 
 from engine.allocator import Allocator
+from engine.chain import Chain, chain_root, token_bytes
 from engine.core import Send
-from engine.ids import Incarnation
-from engine.layout import Owner, PageTable
+from engine.ids import Incarnation, SequenceKey
+from engine.layout import Owner, Seal
 from engine.lifecycle import PageState
 from engine.messages import (
+    Cached,
     Drain,
     FencePassed,
     FenceWanted,
@@ -26,8 +30,12 @@ from engine.messages import (
     PagesDoubted,
     PagesHeld,
     PagesReleased,
+    PagesSealed,
     PoolExhausted,
     PoolFact,
+    PrefixFact,
+    PrefixGranted,
+    PrefixWanted,
     Roster,
     Stop,
 )
@@ -47,16 +55,42 @@ def owner(incarnation: Incarnation) -> Owner:
     return Owner(ORDINALS[incarnation.name], incarnation.epoch)
 
 
+PAGE = 4
+ROOT = chain_root("")
+KEY = SequenceKey(1, 0)
+
+
+def seals(log: list[int], salt: str = "") -> list[Seal]:
+    """What the full pages of a log are sealed with."""
+    chain = Chain(chain_root("", salt), PAGE)
+    found = []
+    for end in range(PAGE, len(log) + 1, PAGE):
+        parent, tokens = chain.parent, token_bytes(log[end - PAGE : end])
+        found.append(Seal(chain.append(tokens), parent, tokens, None))
+    return found
+
+
 class Desk:
     """An allocator over a table, and what it said last."""
 
-    def __init__(self, pages: int, *workers: Incarnation, table: PageTable | None = None) -> None:
-        self.table = table or PageTable(memoryview(bytearray(pages * PageTable.BYTES)), pages)
-        self.core = Allocator(self.table, ORDINALS)
-        self.core.check()
-        self.peers([SCHEDULER, *workers], [])
+    def __init__(self, pages: int, *workers: Incarnation) -> None:
+        self.table = page_table(pages, PAGE)
+        self.gone: set[Owner] | None = None
+        """Of the dead, those who are proven gone; None: all."""
+        self.rows = {worker: self.table.claim(owner(worker)) for worker in workers}
+        self.consumed: Counter[Incarnation] = Counter()
+        self.start(*workers)
         for worker in workers:
             self.tell(worker, PagesHeld((), (), 0))
+
+    def start(self, *workers: Incarnation) -> list[Send]:
+        """A new allocator, and its first roster."""
+        self.core = Allocator(self.table, ORDINALS, OldestFirst(), self.is_gone)
+        self.core.check()
+        return self.peers([SCHEDULER, *workers], [])
+
+    def is_gone(self, dead: Owner) -> bool:
+        return self.gone is None or dead in self.gone
 
     def peers(self, up: list[Incarnation], down: list[Incarnation]) -> list[Send]:
         sends = self.core.peers([member(incarnation) for incarnation in up], down, 0.0)
@@ -74,6 +108,47 @@ class Desk:
     def figures(self) -> dict[str, int | float]:
         return self.core.statistics()
 
+    def census(self) -> dict[str, int]:
+        """Only what there is."""
+        return {kind: count for kind, count in self.core.census().items() if count}
+
+    def fill(self, worker: Incarnation, log: list[int], *, term: int = 1) -> tuple[PageRef, ...]:
+        """A worker fills the pages of a log with leases, and announces those that are full."""
+        count = -(-len(log) // PAGE)
+        pages = lease(self, worker, count)
+        assert len(pages) == count
+        use(self, *pages, worker=worker)
+        full = seals(log)
+        for page, seal in zip(pages, full, strict=False):
+            self.table.seal(page.index, seal)
+        self.consumed[worker] += count
+        self.want(worker, 0, self.consumed[worker])
+        self.tell(worker, PagesSealed(KEY, term, pages[: len(full)]))
+        return pages
+
+    def let_go(self, worker: Incarnation, *pages: PageRef) -> list[Send]:
+        for page in pages:
+            self.rows[worker][page.index] = 0
+        return self.tell(worker, PagesReleased(pages))
+
+    def seek(
+        self, worker: Incarnation, log: list[int], *, number: int = 9, have: int = 0, salt: str = ""
+    ) -> PrefixGranted:
+        """A worker asks for the pages of a log."""
+        key, tokens = SequenceKey(number, 0), token_bytes(log[: (len(log) - 1) // PAGE * PAGE])
+        sends = self.tell(worker, PrefixWanted(key, 1, chain_root("", salt), tokens, have, True))
+        [answer] = [
+            send.message for send in sends if isinstance(send.message, PrefixGranted) and send.to == worker
+        ]
+        assert isinstance(answer, PrefixGranted)
+        return answer
+
+    def take(self, worker: Incarnation, grant: PrefixGranted, *, filling: bool = True) -> list[Send]:
+        """It holds what it was granted, and says so."""
+        for page in grant.pages:
+            self.rows[worker][page.index] = 1
+        return self.tell(worker, PrefixFact(grant.key, grant.term, len(grant.pages), filling))
+
 
 def granted(sends: list[Send]) -> dict[str, tuple[PageRef, ...]]:
     return {str(s.to): s.message.pages for s in sends if isinstance(s.message, LeaseGranted)}
@@ -88,13 +163,14 @@ def exhausted(sends: list[Send]) -> int:
 
 
 def lease(desk: Desk, worker: Incarnation, ahead: int, need: int = 0) -> tuple[PageRef, ...]:
-    """What a worker that has consumed nothing is granted for its want."""
-    return granted(desk.want(worker, ahead, 0, need)).get(str(worker), ())
+    """What a worker is granted for its want."""
+    return granted(desk.want(worker, ahead, desk.consumed[worker], need)).get(str(worker), ())
 
 
-def use(desk: Desk, *pages: PageRef) -> None:
-    """The owner fills them."""
+def use(desk: Desk, *pages: PageRef, worker: Incarnation = A) -> None:
+    """The owner opens and holds them."""
     for block, page in enumerate(pages):
+        desk.rows[worker][page.index] = 1
         desk.table.open(page.index, 1, 0, 1, block)
 
 
@@ -182,6 +258,133 @@ def test_only_the_owner_releases() -> None:
     assert desk.figures()["pages_free"] == 4
 
 
+# ── the prefix cache ──────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_sealed_and_released_is_found_and_makes_room() -> None:
+    desk = Desk(4, A, B)
+    pages = desk.fill(A, [*[1] * PAGE, *[2] * PAGE, *[3] * PAGE])
+    assert desk.census() == {"free": 1, "held": 3}
+    desk.let_go(A, *pages)
+    assert desk.census() == {"free": 1, "cached": 3}
+    log = [*[1] * PAGE, *[2] * PAGE, 9]
+    assert desk.seek(B, log).pages == pages[:2]
+    assert len(lease(desk, A, 4)) == 2, "what is free, and the one that nobody was granted"
+    assert not desk.table.is_current(pages[2]), "children first"
+    assert desk.figures()["pages_evicted"] == 1
+
+
+def test_a_page_is_kept_from_the_grant_until_the_last_who_took_it_lets_go() -> None:
+    desk = Desk(1, A, B, C)
+    [page] = desk.fill(A, [1] * PAGE)
+    desk.let_go(A, page)
+    log = [1] * 5
+    grants = [desk.seek(worker, log) for worker in (A, B)]
+    assert [grant.pages for grant in grants] == [(page,), (page,)]
+    assert not granted(desk.want(C, 1))
+    desk.tell(B, PrefixFact(grants[1].key, 1, 0, False))
+    assert not granted(desk.want(C, 1)), "b was cancelled before it came; a may still take it"
+    assert not granted(desk.take(A, grants[0]))
+    assert not granted(desk.tell(A, PrefixFact(grants[0].key, 1, 1, False)))
+    assert desk.census() == {"held": 1}
+    assert len(granted(desk.let_go(A, page))["c@1"]) == 1
+
+
+def test_of_two_pages_with_the_same_tokens_one_is_cached_and_the_other_free_when_let_go() -> None:
+    """Two that were filled side by side; whichever is released first."""
+    for order in ((A, B), (B, A)):
+        desk = Desk(2, A, B)
+        pages = {worker: desk.fill(worker, [1] * PAGE)[0] for worker in (A, B)}
+        for worker in order:
+            desk.let_go(worker, pages[worker])
+        assert desk.census() == {"free": 1, "cached": 1}
+        assert desk.seek(A, [1] * 5).pages == (pages[A],)
+
+
+def test_a_page_without_a_key_is_free_when_its_last_holder_lets_go() -> None:
+    desk = Desk(1, A, B)
+    [page] = lease(desk, A, 1)
+    use(desk, page)
+    desk.table.seal(page.index)
+    desk.tell(A, PagesSealed(KEY, 1, (page,)))
+    desk.rows[B][page.index] = 1
+    desk.let_go(A, page)
+    assert desk.census() == {"held": 1}
+    desk.let_go(B, page)
+    assert desk.census() == {"free": 1}
+
+
+def test_a_release_that_overtakes_the_announcement_frees_the_page_once() -> None:
+    """A filled it and handed it over; b's word came before a's."""
+    desk = Desk(2, A, B)
+    [page] = lease(desk, A, 1)
+    use(desk, page)
+    desk.table.seal(page.index, seals([1] * PAGE)[0])
+    desk.rows[A][page.index] = 0
+    desk.tell(B, PagesReleased((page,)))
+    desk.tell(A, PagesSealed(KEY, 1, (page,)))
+    desk.tell(A, PagesReleased((page,)))
+    assert desk.census() == {"free": 2}
+    assert desk.seek(B, [1] * 5).pages == ()
+
+
+def test_salts_do_not_meet() -> None:
+    desk = Desk(4, A, B)
+    desk.fill(A, [1] * PAGE)
+    assert desk.seek(B, [1] * 5, salt="tenant").pages == ()
+    assert len(desk.seek(B, [1] * 5, number=10).pages) == 1
+
+
+def test_where_a_page_was_is_said_with_it() -> None:
+    """Memory: what an earlier life of the same worker filled, too."""
+    desk = Desk(4, A, B)
+    log = [*[1] * PAGE, *[2] * PAGE, 3]
+    mine = desk.fill(A, log[:PAGE])
+    theirs = lease(desk, B, 1)
+    use(desk, *theirs, worker=B)
+    desk.table.seal(theirs[0].index, seals(log)[1])
+    desk.tell(B, PagesSealed(KEY, 1, theirs))
+    assert desk.seek(A, log).cached == Cached(memory=PAGE, worker=PAGE)
+    assert desk.seek(A, log, have=1, number=10).cached == Cached(worker=PAGE)
+    desk.let_go(A, *mine)
+    again = Incarnation("a", 2)
+    desk.peers([again], [A])
+    desk.rows[again] = desk.table.claim(owner(again))
+    desk.tell(again, PagesHeld((), (), 0))
+    assert desk.seek(again, log).cached == Cached(memory=PAGE, worker=PAGE)
+
+
+def test_a_wish_that_is_said_twice_pins_once() -> None:
+    """Field report 8: said again in the same name it replaces the first, which nobody can end any more."""
+    desk = Desk(2, A, B)
+    [page] = desk.fill(A, [1] * PAGE)
+    desk.seek(B, [1] * 9)
+    assert desk.seek(A, [1] * 9, number=7).more, "it waits for what b fills"
+    grant = desk.seek(B, [1] * 9)
+    desk.take(B, grant, filling=False)
+    desk.tell(A, PrefixFact(SequenceKey(7, 0), 1, 0, False))
+    desk.let_go(B, page)
+    desk.let_go(A, page)
+    assert desk.census() == {"free": 1, "cached": 1}
+    assert desk.figures()["prefixes_filling"] == 0
+    assert desk.figures()["pages_pinned"] == 0
+
+
+def test_the_census_counts_every_page_once() -> None:
+    desk = Desk(9, A, B, C)
+    desk.gone = set()
+    one, two, *_ = desk.fill(A, [*[1] * PAGE, *[2] * PAGE, 3])
+    desk.let_go(A, two)
+    lease(desk, A, 1)
+    use(desk, *lease(desk, B, 2)[:1], worker=B)
+    desk.peers([], [B])
+    assert desk.census() == {"free": 3, "cached": 1, "held": 1, "leased": 1, "open": 1, "quarantined": 2}
+    figures = desk.figures()
+    names = ("free", "cached", "sealed", "leased", "open", "quarantined")
+    assert sum(figures[f"pages_{name}"] for name in names) == figures["pages_total"] == 9
+    assert desk.table.is_current(one)
+
+
 # ── starvation ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -210,7 +413,7 @@ def test_what_will_be_used_at_once_is_not_recalled() -> None:
 def test_an_idle_worker_does_not_starve() -> None:
     desk = Desk(2, A, B)
     pages = lease(desk, A, 1, need=1)
-    use(desk, *lease(desk, B, 1))
+    use(desk, *lease(desk, B, 1), worker=B)
     assert not exhausted(desk.tell(A, LeaseReturned(pages, 1, 0)))
     sends = desk.want(B, 1, consumed=1)
     assert len(granted(sends)["b@1"]) == 1
@@ -225,7 +428,7 @@ def test_exhaustion_is_said_once_until_something_changes() -> None:
     assert exhausted(desk.want(A, 1, consumed=2)) == 0
     assert exhausted(desk.want(B, 1, need=1)) == 1
     for _ in range(3):
-        assert exhausted(desk.tell(A, PagesReleased(()))) == 0
+        assert exhausted(desk.tell(A, FencePassed(C))) == 0
         assert exhausted(desk.peers([C], [])) == 0
     # A page came back, went to who starved, and was not enough.
     sends = desk.tell(A, PagesReleased(pages[:1]))
@@ -242,6 +445,14 @@ def test_exhaustion_is_said_again_when_who_gave_way_had_no_page() -> None:
     assert exhausted(desk.want(A, 2, consumed=1, need=1)) == 1
     assert exhausted(desk.want(B, 1, need=1)) == 1
     assert exhausted(desk.want(B, 0)) == 1, "b gave way: a still starves"
+
+
+def test_exhaustion_is_said_again_when_who_gave_way_had_only_what_others_hold() -> None:
+    desk = Desk(1, A, B)
+    [page] = desk.fill(A, list(range(PAGE)))
+    desk.take(B, desk.seek(B, list(range(PAGE + 1))), filling=False)
+    assert exhausted(desk.want(A, 1, consumed=1, need=1)) == 1
+    assert exhausted(desk.let_go(B, page)) == 1, "a holds it still, and starves"
 
 
 def test_exhaustion_is_said_to_a_new_scheduler_and_after_a_death() -> None:
@@ -293,6 +504,123 @@ def test_the_dead_are_granted_nothing() -> None:
     assert len(lease(desk, B, 4)) == 4
 
 
+@pytest.mark.parametrize("first", ["fences", "proof"])
+def test_what_the_dead_could_write_waits_for_fences_and_proof(first: str) -> None:
+    """Field report 14: no page is used again while somebody may still write it. In either order."""
+    desk = Desk(4, A, B)
+    desk.gone = set()
+    desk.fill(A, [1] * 6)
+    lease(desk, A, 1)
+    assert desk.census() == {"free": 1, "held": 1, "open": 1, "leased": 1}
+    desk.peers([], [A])
+    assert desk.census() == {"free": 1, "held": 1, "quarantined": 2}
+    assert desk.core.waits_for_proof
+    assert len(lease(desk, B, 4)) == 1
+    for event in ("fences", "proof") if first == "fences" else ("proof", "fences"):
+        assert desk.figures()["pages_quarantined"] == 2
+        if event == "fences":
+            desk.tell(B, FencePassed(A))
+        else:
+            assert desk.core.tick(0.0) == []
+            desk.gone.add(owner(A))
+            granted_then = granted(desk.core.tick(1.0))
+            desk.core.check()
+            assert len(granted_then.get("b@1", ())) == (3 if first == "fences" else 0)
+    assert not desk.core.waits_for_proof
+    assert desk.census() == {"leased": 4}, "b wanted four: what is found by its tokens makes room"
+    assert desk.figures()["pages_reclaimed"] == 2
+
+
+def test_a_starving_worker_does_not_preempt_for_what_the_dead_will_leave() -> None:
+    desk = Desk(2, A, B)
+    desk.gone = set()
+    lease(desk, A, 2)
+    desk.peers([], [A])
+    desk.tell(B, FencePassed(A))
+    assert not exhausted(desk.want(B, 1, need=1))
+    desk.gone.add(owner(A))
+    assert len(granted(desk.core.tick(0.0))["b@1"]) == 1
+
+
+def test_sealed_pages_of_the_dead_are_found_at_once() -> None:
+    """Before any fence or proof: nobody writes them. Also those that it had no time to announce."""
+    desk = Desk(6, A, B, C)
+    desk.gone = set()
+    log = [*[1] * PAGE, *[2] * PAGE, 3]
+    said, unsaid, _ = lease(desk, A, 3)
+    use(desk, said, unsaid)
+    for page, seal in zip((said, unsaid), seals(log), strict=True):
+        desk.table.seal(page.index, seal)
+    desk.tell(A, PagesSealed(KEY, 1, (said,)))
+    assert desk.seek(B, log).pages == (said,)
+    desk.peers([], [A])
+    assert desk.seek(C, log).pages == (said, unsaid)
+
+
+def test_a_page_that_only_the_dead_hold_is_idle_when_they_are_gone() -> None:
+    desk = Desk(2, A, B)
+    desk.gone = set()
+    [page] = desk.fill(A, [1] * PAGE)
+    desk.take(B, desk.seek(B, [1] * 5), filling=False)
+    desk.let_go(A, page)
+    desk.peers([], [B])
+    desk.tell(A, FencePassed(B))
+    assert desk.census() == {"free": 1, "held": 1}, "b's row is not cleared: it may be at work"
+    desk.gone.add(owner(B))
+    desk.core.tick(0.0)
+    assert desk.census() == {"free": 1, "cached": 1}
+    assert len(lease(desk, A, 2)) == 2
+
+
+MOMENTS = ["leased", "open", "sealed", "granted", "taken", "waits", "fills", "nothing"]
+SHOWN = ["leased", "open", "sealed", "taken"]
+"""What the page table shows."""
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize("also", ["nobody", "allocator", "allocator, before"])
+def test_whoever_dies_whenever_all_comes_back(when: str, also: str) -> None:
+    """Field reports 3 and 9: once proven and fenced, without a free page and without a time-out."""
+    desk = Desk(4, A, B)
+    log = [*[1] * PAGE, *[2] * PAGE, 3]
+    if when in ("granted", "taken", "waits"):
+        pages = desk.fill(B, log[:PAGE])
+        if when == "waits":
+            desk.seek(B, log, number=5)
+        grant = desk.seek(A, log)
+        assert grant.more == (when == "waits")
+        if when == "taken":
+            desk.take(A, grant)
+        desk.let_go(B, *pages)
+    elif when == "fills":
+        desk.seek(A, log)
+    elif when != "nothing":
+        pages = lease(desk, A, 3)
+        if when != "leased":
+            use(desk, *pages)
+        if when == "sealed":
+            desk.table.seal(pages[0].index, seals(log)[0])
+    spare = lease(desk, B, 4)
+    desk.want(B, len(spare), desk.consumed[B])
+    assert desk.figures()["pages_free"] == 0
+    desk.gone = {owner(A)}
+    if also == "allocator, before":
+        desk.start(A, B)
+    if also == "allocator":
+        assert (Send(B, FenceWanted(A)) in desk.start(B)) == (when in SHOWN)
+    else:
+        assert Send(B, FenceWanted(A)) in desk.peers([], [A])
+    if also != "nobody":
+        desk.tell(B, PagesHeld(spare, (), desk.consumed[B]))
+    desk.tell(B, FencePassed(A))
+    consumed = desk.consumed[B] + len(spare)
+    desk.tell(B, LeaseReturned(spare, consumed, 0))
+    desk.tell(B, PrefixFact(SequenceKey(5, 0), 1, 0, False))
+    census = desk.core.census()
+    assert census["free"] + census["cached"] == 4
+    assert len(granted(desk.want(B, 4, consumed))["b@1"]) == 4
+
+
 # ── restarts ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -302,10 +630,9 @@ def test_a_restarted_allocator_finds_every_page_again() -> None:
     held = lease(first, A, 4)
     [orphan] = lease(first, B, 1)
     table = first.table
-    table.open(held[1].index, 1, 0, 1, 0)
-    table.open(held[2].index, 1, 0, 1, 1)
+    use(first, *held[1:3])
     table.seal(held[2].index)
-    core = Allocator(table, ORDINALS)
+    core = Allocator(table, ORDINALS, OldestFirst())
     core.check()
     assert next(s.message for s in core.peers([member(SCHEDULER), member(A)], (), 0.0)) == FenceWanted(B)
     core.handle(A, FencePassed(B), 0.0)
@@ -321,6 +648,109 @@ def test_a_restarted_allocator_finds_every_page_again() -> None:
     assert core.statistics()["pages_leased"] == 1, "it had one ahead already"
 
 
+def test_a_new_allocator_evicts_nothing_before_all_have_said_what_they_hold() -> None:
+    """Its predecessor may have granted it a moment ago, and the grant may still be taken."""
+    desk = Desk(2, A, B)
+    [page] = desk.fill(A, [1] * PAGE)
+    desk.let_go(A, page)
+    assert desk.census() == {"free": 1, "cached": 1}
+    grant = desk.seek(B, [1] * 5)
+    desk.start(A, B)
+    desk.tell(A, PagesHeld((), (), 1))
+    assert len(granted(desk.want(A, 2, consumed=1, need=2))["a@1"]) == 1, "what is free may go"
+    assert not exhausted(desk.want(A, 3, consumed=1, need=3)), "and nobody gives way yet"
+    # It arrives before the new roster, so it is taken, and said of itself what it holds.
+    desk.rows[B][page.index] = 1
+    assert grant.pages == (page,)
+    desk.tell(B, PagesHeld((), (page,), 0))
+    assert desk.table.is_current(page)
+    assert desk.census() == {"held": 1, "leased": 1}
+
+
+def test_a_twin_that_a_predecessor_may_have_granted_is_not_freed_before_all_have_spoken() -> None:
+    """Of two pages with the same tokens the scan finds one, and the predecessor knew the other."""
+    desk = Desk(2, A, B)
+    [found], [twin] = desk.fill(A, [1] * PAGE), desk.fill(B, [1] * PAGE)
+    assert found.index < twin.index
+    for worker, page in ((A, found), (B, twin)):
+        desk.rows[worker][page.index] = 0
+    desk.start(A, B)
+    desk.tell(A, PagesHeld((), (), 1))
+    assert desk.table.is_current(twin)
+    desk.rows[B][twin.index] = 1
+    desk.tell(B, PagesHeld((), (twin,), 1))
+    assert desk.census() == {"cached": 1, "held": 1}
+    desk.let_go(B, twin)
+    assert desk.census() == {"cached": 1, "free": 1}
+
+
+def test_who_died_unknown_to_a_new_allocator_holds_up_nobody() -> None:
+    desk = Desk(2, A, B)
+    [page] = desk.fill(A, [1] * PAGE)
+    desk.let_go(A, page)
+    desk.start(A, B)
+    desk.tell(A, PagesHeld((), (), 1))
+    assert len(granted(desk.want(A, 2, consumed=1))["a@1"]) == 1
+    assert len(granted(desk.peers([], [B]))["a@1"]) == 1
+
+
+@pytest.mark.parametrize("state", ["leased", "open", "cached", "twin"])
+def test_a_release_that_died_with_the_old_allocator_is_made_good(state: str) -> None:
+    """Field report 8: what nobody has any more does not pile up."""
+    desk = Desk(3, A, B)
+    if state == "twin":
+        desk.fill(B, [1] * PAGE)
+    if state in ("leased", "open"):
+        pages = lease(desk, A, 1)
+        if state == "open":
+            use(desk, *pages)
+            desk.rows[A][pages[0].index] = 0
+    else:
+        [page] = desk.fill(A, [1] * PAGE)
+        desk.rows[A][page.index] = 0
+    desk.start(A, B)
+    used = tuple(p for p in map(desk.table.ref, range(3)) if desk.rows[B][p.index])
+    doubts = [send.message for send in desk.tell(A, PagesHeld((), (), 1)) if send.to == A]
+    desk.tell(B, PagesHeld((), used, 1))
+    if state in ("leased", "open"):
+        assert doubts == [PagesDoubted(pages)]
+        desk.tell(A, PagesReleased(pages))
+    assert desk.core.census()["free"] + desk.core.census()["cached"] == 3 - len(used)
+
+
+@pytest.mark.parametrize("scan", ["before", "after"])
+@pytest.mark.parametrize("roster", ["first", "next"])
+def test_who_took_over_and_died_unknown_is_found_when_its_next_life_comes(scan: str, roster: str) -> None:
+    """It lived between two rosters; or a new allocator waited for its first one. Alone it may be too new."""
+    desk = Desk(3, A, B)
+    sealed, tail = desk.fill(A, [1] * 6)
+    heir = Incarnation("c", 1)
+    row = desk.table.claim(owner(heir))
+    core = Allocator(desk.table, ORDINALS, OldestFirst())
+    if scan == "before":
+        core.peers([member(SCHEDULER), member(A), member(B)], (), 0.0)
+        core.handle(B, PagesHeld((), (), 0), 0.0)
+    for page in (sealed, tail):
+        row[page.index] = 1
+        desk.rows[A][page.index] = 0
+    desk.table.adopt(tail.index, owner(heir), 2)
+    if roster == "next":
+        core.peers([] if scan == "before" else [member(SCHEDULER), member(A), member(B)], (), 0.0)
+        core.handle(A, PagesHeld((), (), 2), 0.0)
+        assert desk.table.is_current(tail)
+        assert core.census()["cached"] == 0
+    later = Incarnation("c", 2)
+    desk.table.claim(owner(later))
+    everybody = [] if scan == "before" or roster == "next" else [SCHEDULER, A, B]
+    sends = core.peers([member(one) for one in (*everybody, later)], (), 0.0)
+    assert Send(A, FenceWanted(heir)) in sends
+    for worker in (A, B, later):
+        core.handle(worker, FencePassed(heir), 0.0)
+        core.handle(worker, PagesHeld((), (), 2 if worker == A else 0), 0.0)
+        core.check()
+    assert core.census()["free"] + core.census()["cached"] == 3
+
+
 @pytest.mark.parametrize("message", [Drain(), Stop(), Roster((1, 1), ())])
 def test_what_is_the_shells_own_changes_nothing(message: Drain | Stop | Roster) -> None:
     assert Desk(1, A).tell(A, message) == []
@@ -333,6 +763,7 @@ def test_what_is_the_shells_own_changes_nothing(message: Drain | Stop | Roster) 
 class Holder:
     """What one worker has, by its own account."""
 
+    row: memoryview
     leased: list[PageRef] = field(default_factory=list)
     used: list[PageRef] = field(default_factory=list)
     arriving: list[PageRef] = field(default_factory=list)
@@ -349,22 +780,27 @@ class Holder:
 
 
 class Machine(RuleBasedStateMachine):
-    """Workers that lease, use, adopt, release (twice, too), die; an allocator that dies."""
+    """Workers that lease, use, seal, adopt, find, release (twice, too), die; an allocator that dies.
+
+    Of the dead, some are proven gone later. Tokens are few, so that pages with the same ones abound.
+    """
 
     @initialize(pages=st.integers(1, 10))
     def begin(self, pages: int) -> None:
         self.pages = pages
-        self.table = PageTable(memoryview(bytearray(pages * PageTable.BYTES)), pages)
+        self.table = page_table(pages, PAGE)
         self.epochs = dict.fromkeys("abc", 0)
         self.workers: dict[Incarnation, Holder] = {}
         self.ghosts: dict[Incarnation, set[PageRef]] = {}
         self.fences: set[tuple[Incarnation, Incarnation]] = set()
+        self.gone: set[Owner] = set()
         self.released: list[tuple[Incarnation, PageRef]] = []
+        self.asked: list[int] = []
         self.told = False
         self.start_allocator([])
 
     def start_allocator(self, order: list[Incarnation]) -> None:
-        self.core = Allocator(self.table, ORDINALS)
+        self.core = Allocator(self.table, ORDINALS, OldestFirst(), self.gone.__contains__)
         self.told = False
         self.fences.clear()
         for holder in self.workers.values():
@@ -388,33 +824,70 @@ class Machine(RuleBasedStateMachine):
     def tell(self, source: Incarnation, message: object) -> None:
         self.act(self.core.handle(source, message, 0.0))  # type: ignore[arg-type]
 
-    def held(self) -> dict[PageRef, Incarnation]:
-        """Who holds or may still write each page."""
+    def writable(self) -> dict[PageRef, Incarnation]:
+        """Who may write each page."""
         pages: dict[PageRef, Incarnation] = {}
         for worker, holder in self.workers.items():
-            for page in (*holder.leased, *holder.used, *holder.arriving):
-                assert page not in pages, "held twice"
+            mine = (page for page in holder.used if self.table.state(page.index) is PageState.OPEN)
+            for page in (*holder.leased, *mine, *holder.arriving):
+                assert page not in pages, "two may write it"
                 pages[page] = worker
         return pages
 
+    def in_use(self) -> set[PageRef]:
+        """What some worker has, to write or to read, and what a dead one may still write."""
+        pages = set(self.writable())
+        for holder in self.workers.values():
+            pages.update(holder.used)
+        for dead, theirs in self.ghosts.items():
+            if self.haunts(dead):
+                pages |= theirs
+        return pages
+
+    def haunts(self, dead: Incarnation) -> bool:
+        """Somebody may adopt from it, or it may write."""
+        return self.fenced(dead) or owner(dead) not in self.gone
+
+    def check_found(self, pages: tuple[PageRef, ...]) -> None:
+        """They are a prefix of what was asked for: all tokens, from the first on."""
+        parent = ROOT
+        for block, page in enumerate(pages):
+            assert self.table.is_current(page)
+            seal = self.table.sealed(page.index)
+            tokens = token_bytes([self.asked[block]] * PAGE)
+            assert (seal.tokens, seal.parent) == (tokens, parent), "a page of another log"
+            parent = seal.key
+
     def act(self, sends: list[Send]) -> None:
+        found: list[tuple[Incarnation, PrefixFact]] = []
         for send in sends:
             worker, message = send.to, send.message
             match message:
                 case LeaseGranted(pages=pages):
                     assert isinstance(worker, Incarnation)
-                    taken = {page.index for page in self.held()}
-                    taken |= {p.index for d, pages_ in self.ghosts.items() if self.fenced(d) for p in pages_}
+                    taken = {page.index for page in self.in_use()}
                     assert taken.isdisjoint(page.index for page in pages), "a page has two owners"
                     self.workers[worker].arriving += pages
                     self.workers[worker].granted += len(pages)
                 case FenceWanted(dead=dead):
                     assert isinstance(worker, Incarnation)
                     self.fences.add((worker, dead))
+                case PrefixGranted(key=key, term=term, pages=pages, more=more):
+                    assert isinstance(worker, Incarnation)
+                    assert not more, "nobody fills anything here for longer than a message"
+                    self.check_found(pages)
+                    holder = self.workers[worker]
+                    new = [page for page in pages if page not in holder.used]
+                    holder.used += new
+                    for page in new:
+                        holder.row[page.index] = 1
+                    found.append((worker, PrefixFact(key, term, len(pages), False)))
                 case PoolExhausted(starving=starving):
                     assert self.workers[starving].starving
                     assert not self.told, "told twice, and nothing had changed"
                     self.told = True
+        for worker, fact in found:
+            self.tell(worker, fact)
         # Recalls and doubts are answered at once, when everything else of the answer has been noted.
         for send in sends:
             worker, message = send.to, send.message
@@ -432,7 +905,7 @@ class Machine(RuleBasedStateMachine):
         return any(pending == dead for _, pending in self.fences)
 
     def release(self, worker: Incarnation, pages: tuple[PageRef, ...]) -> None:
-        self.told = self.told and not pages
+        self.told = False
         self.released += [(worker, page) for page in pages]
         self.tell(worker, PagesReleased(pages))
 
@@ -456,20 +929,37 @@ class Machine(RuleBasedStateMachine):
     def some_worker(self, data: st.DataObject) -> Incarnation:
         return data.draw(st.sampled_from(sorted(self.workers)))
 
-    @rule(name=st.sampled_from("abc"))
-    def lives_or_dies(self, name: str) -> None:
+    @rule(name=st.sampled_from("abc"), data=st.data())
+    def lives_or_dies(self, name: str, data: st.DataObject) -> None:
+        """The next one starts when the last one is gone."""
         old = Incarnation(name, self.epochs[name])
         if old in self.workers:
             holder = self.workers.pop(old)
             self.ghosts[old] = {*holder.leased, *holder.used, *holder.arriving}
+            if data.draw(st.booleans()):
+                self.gone.add(owner(old))
             self.fences = {pair for pair in self.fences if pair[0] != old}
             self.peers([], [old])
             return
+        if self.epochs[name] and owner(old) not in self.gone:
+            self.prove_gone(old)
         self.epochs[name] += 1
         new = Incarnation(name, self.epochs[name])
-        self.workers[new] = Holder()
+        self.workers[new] = Holder(self.table.claim(owner(new)))
         self.peers([new], [])
         self.introduce(new)
+
+    def prove_gone(self, dead: Incarnation) -> None:
+        self.gone.add(owner(dead))
+        self.told = False
+        self.act(self.core.tick(0.0))
+        assert not self.core.waits_for_proof or any(owner(d) not in self.gone for d in self.ghosts)
+
+    @precondition(lambda self: any(owner(dead) not in self.gone for dead in self.ghosts))
+    @rule(data=st.data())
+    def proof_comes(self, data: st.DataObject) -> None:
+        left = sorted(dead for dead in self.ghosts if owner(dead) not in self.gone)
+        self.prove_gone(data.draw(st.sampled_from(left)))
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), ahead=st.integers(1, 4), need=st.integers(0, 2), late=st.integers(0, 1))
@@ -490,6 +980,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(min(count, len(holder.leased))):
             page = holder.leased.pop(0)
             holder.consumed += 1
+            holder.row[page.index] = 1
             self.table.open(page.index, 1, 0, 1, len(holder.used))
             holder.used.append(page)
 
@@ -499,8 +990,43 @@ class Machine(RuleBasedStateMachine):
         worker = self.some_worker(data)
         used = self.workers[worker].used
         pages = tuple(used[: data.draw(st.integers(0, len(used)))])
-        del used[: len(pages)]
+        self.forget(worker, pages)
         self.release(worker, pages)
+
+    def forget(self, worker: Incarnation, pages: tuple[PageRef, ...]) -> None:
+        holder = self.workers[worker]
+        for page in pages:
+            holder.row[page.index] = 0
+            holder.used.remove(page)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), blocks=st.lists(st.integers(0, 1), min_size=1, max_size=3), says=st.booleans())
+    def seal(self, data: st.DataObject, blocks: list[int], says: bool) -> None:
+        """The open pages of a worker become the first ones of a log; or it dies before it says so."""
+        worker = self.some_worker(data)
+        used = self.workers[worker].used
+        opened = [page for page in used if self.table.state(page.index) is PageState.OPEN][: len(blocks)]
+        log = [token for token in blocks for _ in range(PAGE)]
+        for page, seal in zip(opened, seals(log), strict=False):
+            self.table.seal(page.index, seal)
+        if says:
+            self.tell(worker, PagesSealed(KEY, 1, tuple(opened)))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), blocks=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def find(self, data: st.DataObject, blocks: list[int]) -> None:
+        worker = self.some_worker(data)
+        self.asked = blocks
+        tokens = token_bytes([token for token in blocks for _ in range(PAGE)])
+        self.tell(worker, PrefixWanted(KEY, 1, ROOT, tokens, 0, True))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def forget_and_die_before_it_is_said(self, data: st.DataObject) -> None:
+        """A release is lost with the allocator that it was said to."""
+        worker = self.some_worker(data)
+        self.forget(worker, tuple(self.workers[worker].used))
+        self.start_allocator(data.draw(st.permutations(sorted(self.workers))))
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data())
@@ -516,20 +1042,27 @@ class Machine(RuleBasedStateMachine):
         source, page = data.draw(st.sampled_from(self.released))
         if data.draw(st.booleans()):
             source = self.some_worker(data)
-        before = bytes(self.table.words.cast("B"))
-        sends = self.core.handle(source, PagesReleased((page, page)), 0.0)
-        assert sends == []
-        assert bytes(self.table.words.cast("B")) == before
+        before = bytes(self.table.words.cast("B")), self.core.census()
+        self.told = False
+        self.act(self.core.handle(source, PagesReleased((page, page)), 0.0))
+        assert (bytes(self.table.words.cast("B")), self.core.census()) == before
 
     @precondition(lambda self: len(self.workers) > 1)
     @rule(data=st.data())
     def hand_over(self, data: st.DataObject) -> None:
         source = self.some_worker(data)
         target = data.draw(st.sampled_from(sorted(set(self.workers) - {source})))
-        while self.workers[source].used:
-            page = self.workers[source].used.pop()
-            self.table.adopt(page.index, owner(target), 2)
-            self.workers[target].used.append(page)
+        theirs = self.workers[target]
+        pages = tuple(self.workers[source].used)
+        for page in pages:
+            theirs.row[page.index] = 1
+            if page not in theirs.used:
+                theirs.used.append(page)
+            if self.table.state(page.index) is PageState.OPEN:
+                self.table.adopt(page.index, owner(target), 2)
+        self.forget(source, pages)
+        sealed = tuple(page for page in pages if self.table.state(page.index) is PageState.SEALED)
+        self.release(source, sealed)
 
     @precondition(lambda self: self.fences)
     @rule(data=st.data(), adopts=st.booleans())
@@ -540,6 +1073,7 @@ class Machine(RuleBasedStateMachine):
             for page in sorted(self.ghosts[dead]):
                 if self.table.is_current(page) and self.table.state(page.index) is PageState.OPEN:
                     assert self.table.owner(page.index) == owner(dead)
+                    self.workers[worker].row[page.index] = 1
                     self.table.adopt(page.index, owner(worker), 3)
                     self.workers[worker].used.append(page)
                     self.ghosts[dead].discard(page)
@@ -557,39 +1091,40 @@ class Machine(RuleBasedStateMachine):
         self.peers([Incarnation("scheduler", 2)], [SCHEDULER])
 
     @invariant()
-    def every_page_has_one_owner(self) -> None:
+    def every_page_is_accounted_for(self) -> None:
         if not hasattr(self, "core"):
             return
         self.core.check()
-        figures = self.core.statistics()
-        parts = [figures[f"pages_{state}"] for state in ("free", "leased", "open", "sealed")]
-        assert sum(parts) == figures["pages_total"] == self.pages
-        held = self.held()
-        for page, worker in held.items():
+        census = self.core.census()
+        assert sum(census.values()) == self.pages
+        for page, worker in self.writable().items():
             assert self.table.is_current(page)
             assert self.table.owner(page.index) == owner(worker)
-            assert self.table.state(page.index) is not PageState.FREE
-        ghosts = sum(
-            self.table.is_current(page)
-            for dead in self.ghosts
-            if self.fenced(dead)
-            for page in self.ghosts[dead]
-        )
-        assert len(held) + ghosts + figures["pages_free"] == self.pages, "a page leaked"
+        in_use = {page for page in self.in_use() if self.table.is_current(page)}
+        for holder in self.workers.values():
+            assert in_use.issuperset(holder.used), "a page was freed under its reader"
+        for dead, theirs in self.ghosts.items():
+            if self.haunts(dead):
+                assert all(map(self.table.is_current, theirs)), "a page was freed that the dead may write"
+        assert len(in_use) + census["free"] + census["cached"] == self.pages, "a page leaked"
 
     @invariant()
     def nobody_starves_unheard(self) -> None:
         if hasattr(self, "core") and any(holder.starving for holder in self.workers.values()):
-            assert self.told or self.fences, "somebody starves, and nobody was asked"
-            assert self.fences or self.core.statistics()["pages_free"] == 0
+            waits = any(map(self.haunts, self.ghosts))
+            assert self.told or waits, "somebody starves, and nobody was asked"
+            census = self.core.census()
+            assert waits or census["free"] == census["cached"] == 0
 
     def teardown(self) -> None:
-        """When all fences are passed and all workers idle, the whole pool is free."""
+        """When fences are passed, the dead gone and workers idle, the whole pool is free or cached."""
         if not hasattr(self, "core"):
             return
         for worker, dead in sorted(self.fences):
             self.fences.discard((worker, dead))
             self.tell(worker, FencePassed(dead))
+        self.gone |= {owner(dead) for dead in self.ghosts}
+        self.act(self.core.tick(0.0))
         # Twice: while some still starve, others are asked for leases and want new ones.
         for worker in 2 * sorted(self.workers):
             holder = self.workers[worker]
@@ -597,11 +1132,14 @@ class Machine(RuleBasedStateMachine):
             self.tell(worker, LeaseWanted(holder.consumed, 0, 0))
         for worker, holder in self.workers.items():
             self.receive(worker)
-            pages, holder.used = tuple(holder.used), []
+            pages = tuple(holder.used)
+            self.forget(worker, pages)
             self.release(worker, pages)
             self.give_back(worker, ahead=0)
         self.core.check()
-        assert self.core.statistics()["pages_free"] == self.pages
+        census = self.core.census()
+        assert census["free"] + census["cached"] == self.pages
+        assert not self.core.waits_for_proof
 
 
 TestMachine = Machine.TestCase
