@@ -22,8 +22,10 @@ class SchedulerActor(Actor):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        table = self.boot.topology.scheduler
-        self.core = Scheduler(self.boot.page_shape.tokens, Fairness(table.weights, table.reserve))
+        topology = self.boot.topology
+        table = topology.scheduler
+        hosts = {actor.name: actor.host for actor in topology.actors()}
+        self.core = Scheduler(self.boot.page_shape.tokens, Fairness(table.weights, table.reserve), hosts)
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
         self.send(self.core.peers(up, down, now))

@@ -8,6 +8,7 @@ slots of a worker are an absolute number, so that no crash can leak one.
     placed on w (prefilling) ≤ prefill_slots(w)        placed for w (either stage) ≤ decode_slots(w)
     placed of a client that holds slots  ⇒  as many of either kind as are reserved are still free
     placed beside a sibling on w         ⇒  no prefill slot is taken: w has the pages of the prompt
+    placed on w, for w'                  ⇒  w and w' are of one host, and so are the pages
 
 Clients take turns (`engine.fairness`), each with its first request. Who may not go now is passed:
 a client that holds slots when only reserved ones are left, and one whose request does not fit the
@@ -18,7 +19,7 @@ that wait for a sibling's prompt are not in the queue at all (`engine.siblings`)
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
@@ -42,7 +43,7 @@ from engine.siblings import Siblings
 from engine.slots import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from engine.fairness import Client
     from engine.ids import Incarnation, SequenceKey
@@ -76,6 +77,8 @@ class Entry:
     """It was placed beside a sibling."""
     pages: int = 0
     """What it was expected to take when it was placed."""
+    host: str = ""
+    """Where it was placed, if it is."""
 
     @property
     def active(self) -> bool:
@@ -94,6 +97,32 @@ class Entry:
         return self.fact.prefill if needs_prefill else None, self.fact.decode
 
 
+@dataclass(slots=True)
+class Pool:
+    """The pages of one host, as far as a placement is concerned."""
+
+    fact: PoolFact | None = None
+    active: int = 0
+    """Sequences that were placed there."""
+    promised: int = 0
+    """Pages of those in prefill: the pool may still count them as free."""
+    exhausted: bool = False
+    """Somebody starves, and nobody was known that could give way."""
+
+    @property
+    def free(self) -> int:
+        """Free pages, less those promised to prompts and one for the growth of everybody."""
+        return 0 if self.fact is None else self.fact.free - self.promised - self.active
+
+    def has(self, pages: int) -> bool:
+        """Whether so many pages are free now, beside what is promised already.
+
+        Growth while decoding is not reserved: when the pool runs out, somebody gives way. A request
+        that is alone always goes.
+        """
+        return self.fact is not None and (not self.active or pages <= self.free)
+
+
 class Turn(NamedTuple):
     """What is placed next."""
 
@@ -107,22 +136,22 @@ class Turn(NamedTuple):
 
 
 class Scheduler:
-    """Admission and placement over one pool of pages."""
+    """Admission and placement over the pools of all hosts."""
 
-    def __init__(self, page_tokens: int, fairness: Fairness | None = None) -> None:
+    def __init__(
+        self, page_tokens: int, fairness: Fairness | None = None, hosts: Mapping[str, str] | None = None
+    ) -> None:
+        """`hosts`: the host of each worker and allocator, by name; of those it does not name there is one."""
         self.page_tokens = page_tokens
+        self._hosts = dict(hosts or {})
         self.fairness = fairness or Fairness()
         self._entries: dict[SequenceKey, Entry] = {}
         self._gateways: set[Incarnation] = set()
         self._slots = Slots()
         self._queue = FairQueue(self.fairness)
         self._siblings = Siblings()
-        self._pool: PoolFact | None = None
+        self._pools: defaultdict[str, Pool] = defaultdict(Pool)
         self._stages: Counter[str] = Counter()
-        self._promised = 0
-        """Pages of those in prefill: the pool may still count them as free."""
-        self._exhausted = False
-        """Somebody starves, and nobody was known that could give way."""
         self.placements = 0
         self.placements_beside = 0
         self.preemptions = 0
@@ -149,8 +178,10 @@ class Scheduler:
                 if source not in self._gateways or (known is not None and known.fact.term > message.term):
                     return []
                 self._told(known, Entry(message, source))
-                if self._exhausted:
-                    return [*self._preempt(), *self._place()]
+                exhausted = [pool for pool in self._pools.items() if pool[1].exhausted]
+                if exhausted:
+                    sends = [send for host, _ in exhausted for send in self._preempt(host)]
+                    return [*sends, *self._place()]
             case RequestEnded():
                 known = self._entries.get(message.key)
                 if known is not None and known.source == source:
@@ -158,21 +189,28 @@ class Scheduler:
                         self._settle(known, message.length)
                     self._forget(known)
             case WorkerFact():
-                if self._slots.offered(source, message.prefill_slots, message.decode_slots):
+                if self._slots.offered(
+                    source, message.prefill_slots, message.decode_slots, self._host(source)
+                ):
                     for key, entry in self._entries.items():
                         if entry.active:
                             self._slots.occupy(key, *entry.slots)
             case PoolFact():
-                self._pool = message
-                self._exhausted = self._exhausted and message.free == 0
+                pool = self._pools[self._host(source)]
+                pool.fact = message
+                pool.exhausted = pool.exhausted and message.free == 0
             case PoolExhausted():
-                self._exhausted = True
-                return self._preempt()
+                host = self._host(source)
+                self._pools[host].exhausted = True
+                return self._preempt(host)
             case Roster() | Drain() | Stop():
                 return []
             case _:
                 assert_never(message)
         return self._place()
+
+    def _host(self, actor: Incarnation | None) -> str:
+        return "" if actor is None else self._hosts.get(actor.name, "")
 
     # ── what is known ─────────────────────────────────────────────────────────────────────────
 
@@ -204,7 +242,10 @@ class Scheduler:
         self._stages[fact.stage] += 1
         if entry.active:
             entry.pages = self._pages(fact, entry.beside)
-            self._promised += entry.pages * (fact.stage == "prefilling")
+            entry.host = self._host(fact.decode or fact.prefill)
+            pool = self._pools[entry.host]
+            pool.active += 1
+            pool.promised += entry.pages * (fact.stage == "prefilling")
             self._queue.hold(fact.client)
             self._slots.occupy(fact.key, *entry.slots)
 
@@ -215,7 +256,9 @@ class Scheduler:
             entry.queued = False
             self._queue.withdraw(fact.client, entry.ticket)
         if entry.active:
-            self._promised -= entry.pages * (fact.stage == "prefilling")
+            pool = self._pools[entry.host]
+            pool.active -= 1
+            pool.promised -= entry.pages * (fact.stage == "prefilling")
             self._queue.release(fact.client)
 
     def _admit(self, request: int) -> None:
@@ -246,12 +289,15 @@ class Scheduler:
             turn += 1
             if not self._may_hold(client, free, beside):
                 continue
-            if not self._pages_suffice(entry.fact, beside):
+            pages = self._pages(entry.fact, beside)
+            hosts = [self._host(sibling)] if beside else [*self._pools]
+            hosts = [host for host in hosts if self._pools[host].has(pages)]
+            if not hosts:
                 if client.bypassed >= self.fairness.bypasses or len(starved) == self.fairness.look_past:
                     break
                 starved.append(client)
                 continue
-            where = self._slots.where(entry.fact.excluding) if sibling is None else (sibling, sibling)
+            where = self._slots.where(entry.fact.excluding, hosts) if sibling is None else (sibling, sibling)
             if where is not None:
                 return Turn(client, entry, where, beside, starved)
         return None
@@ -292,7 +338,7 @@ class Scheduler:
     def _open(self, free: Free) -> bool:
         """Whether anybody at all could be placed: what makes most messages cheap under load."""
         slots = free.decode > 0 and (free.prefill > 0 or bool(self._siblings.sharing))
-        return slots and self._pool is not None and (not self._active or self._pages_free > 0)
+        return slots and any(pool.has(1) for pool in self._pools.values())
 
     def _may_hold(self, client: Client, free: Free, beside: bool) -> bool:
         """Whether there are slots that this client may take."""
@@ -309,41 +355,24 @@ class Scheduler:
             return None
         return self._slots.where_of(self._siblings.places(request), fact.excluding)
 
-    @property
-    def _active(self) -> int:
-        return self._stages["prefilling"] + self._stages["decoding"]
-
-    def _pages_suffice(self, fact: RequestFact, beside: bool) -> bool:
-        """Whether the pages that the log needs now are free, beside what is promised already.
-
-        Growth while decoding is not reserved: when the pool runs out, somebody gives way. A request
-        that is alone always goes.
-        """
-        return not self._active or self._pages(fact, beside) <= self._pages_free
-
-    @property
-    def _pages_free(self) -> int:
-        """Free pages, less those promised to prompts and one for the growth of everybody."""
-        return 0 if self._pool is None else self._pool.free - self._promised - self._active
-
     def _pages(self, fact: RequestFact, beside: bool) -> int:
         shared = (self._siblings.shortest(fact.key.request) - 1) // self.page_tokens if beside else 0
         return max(1, -(-fact.length // self.page_tokens) - shared)
 
-    def _preempt(self) -> list[Send]:
-        """Some give way (`engine.fairness` says who) until one of them surely had pages of its own.
+    def _preempt(self, host: str) -> list[Send]:
+        """Some on a host give way (`engine.fairness` says who) until one surely had pages of its own.
 
         One that is still in prefill may have had none yet, and of two siblings one reads the other's:
         then nothing would be freed, and everybody stand still.
         """
-        active = [entry for entry in self._entries.values() if entry.active]
+        active = [entry for entry in self._entries.values() if entry.active and entry.host == host]
         choices = Counter(entry.fact.key.request for entry in active)
         claims = [Claim(entry.ticket, entry.fact.client, entry.pages) for entry in active]
         sends: list[Send] = []
         for claim in give_way(claims, self.fairness):
             key = claim.ticket.key
             entry = self._entries[key]
-            self._exhausted = False
+            self._pools[host].exhausted = False
             self.preemptions += 1
             sends.append(Send(entry.source, Preempt(key, entry.fact.term)))
             choices[key.request] -= 1
@@ -363,7 +392,15 @@ class Scheduler:
         assert all(entry.source in self._gateways for entry in entries), "an entry outlived its gateway"
         stages = Counter(entry.fact.stage for entry in entries)
         assert stages == +self._stages, f"counted {self._stages}, there are {stages}"
-        assert self._promised == sum(e.pages for e in entries if e.fact.stage == "prefilling")
+        for host, pool in self._pools.items():
+            placed = [entry for entry in entries if entry.active and entry.host == host]
+            assert pool.active == len(placed)
+            assert pool.promised == sum(e.pages for e in placed if e.fact.stage == "prefilling")
+        assert all(
+            self._host(prefill) == self._host(decode)
+            for prefill, decode in (entry.slots for entry in entries if entry.active)
+            if prefill is not None and decode is not None
+        ), "prefill and decode on two hosts"
 
     def statistics(self) -> Statistics:
         return {

@@ -3,7 +3,8 @@
     in a prefill slot of w ≤ prefill_slots(w)        in a decode slot of w ≤ decode_slots(w)
 
 unless a worker came back with fewer, or a new scheduler is told what its predecessor placed. A
-sequence has its decode slot from the start, so that a finished prefill never waits for one.
+sequence has its decode slot from the start, so that a finished prefill never waits for one. Both are on
+one host: the pages that the prefill fills are read in place.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Free(NamedTuple):
     """Slots of the whole system: those that are free, and how many there are."""
 
     prefill: int
+    """Only where a decode slot of the same host is free too."""
     decode: int
     prefill_slots: int
     decode_slots: int
@@ -32,6 +34,7 @@ class WorkerSlots:
 
     prefill_slots: int
     decode_slots: int
+    host: str
     prefilling: set[SequenceKey] = field(default_factory=set)
     decoding: set[SequenceKey] = field(default_factory=set)
     """Sequences that decode here, and those that will when their prefill is done."""
@@ -46,10 +49,10 @@ class Slots:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def offered(self, worker: Incarnation, prefill_slots: int, decode_slots: int) -> bool:
+    def offered(self, worker: Incarnation, prefill_slots: int, decode_slots: int, host: str = "") -> bool:
         """A worker says what it has; whether it is new, so that nobody is known to be there."""
         new = worker not in self._workers
-        slots = self._workers.setdefault(worker, WorkerSlots(0, 0))
+        slots = self._workers.setdefault(worker, WorkerSlots(0, 0, host))
         slots.prefill_slots, slots.decode_slots = prefill_slots, decode_slots
         return new
 
@@ -73,30 +76,37 @@ class Slots:
     def free(self) -> Free:
         """Of all workers together."""
         workers = self._workers.values()
+        decoding = {slots.host for slots in workers if len(slots.decoding) < slots.decode_slots}
         return Free(
-            sum(max(0, slots.prefill_slots - len(slots.prefilling)) for slots in workers),
+            sum(max(0, s.prefill_slots - len(s.prefilling)) for s in workers if s.host in decoding),
             sum(max(0, slots.decode_slots - len(slots.decoding)) for slots in workers),
             sum(slots.prefill_slots for slots in workers),
             sum(slots.decode_slots for slots in workers),
         )
 
-    def where(self, excluding: Collection[Incarnation]) -> tuple[Incarnation, Incarnation] | None:
-        """A prefill and a decode worker with a free slot each, or None while there are none.
+    def where(
+        self, excluding: Collection[Incarnation], hosts: Collection[str] = ("",)
+    ) -> tuple[Incarnation, Incarnation] | None:
+        """A prefill and a decode worker of one of these hosts with a free slot each, or None without.
 
         The worker that prefills also decodes where it can: nothing has to be handed over then.
         Otherwise the one with the fewest sequences decodes.
         """
-        prefills = [
-            (len(slots.prefilling), worker)
-            for worker, slots in self._workers.items()
-            if len(slots.prefilling) < slots.prefill_slots and worker not in excluding
-        ]
         decodes = self._decodes(excluding)
-        if not prefills or not decodes:
+        decoding = {self._workers[worker].host for worker in decodes} & set(hosts)
+        prefills = [
+            (len(slots.prefilling), len(slots.decoding), worker)
+            for worker, slots in self._workers.items()
+            if len(slots.prefilling) < slots.prefill_slots
+            and worker not in excluding
+            and slots.host in decoding
+        ]
+        if not prefills:
             return None
-        prefill = min(prefills)[1]
-        decode = min(decodes, key=lambda worker: (worker != prefill, decodes[worker], worker))
-        return prefill, decode
+        prefill = min(prefills)[-1]
+        host = self._workers[prefill].host
+        near = [worker for worker in decodes if self._workers[worker].host == host]
+        return prefill, min(near, key=lambda worker: (worker != prefill, decodes[worker], worker))
 
     def where_of(
         self, workers: Collection[Incarnation], excluding: Collection[Incarnation]
