@@ -43,8 +43,9 @@ class Desk:
         free: int | None = 1000,
         reserve: float = 0.0,
         weights: dict[str, float] | None = None,
+        hosts: dict[str, str] | None = None,
     ) -> None:
-        self.core = Scheduler(PAGE_TOKENS, Fairness(weights or {}, reserve))
+        self.core = Scheduler(PAGE_TOKENS, Fairness(weights or {}, reserve), hosts)
         self.told: dict[SequenceKey, RequestFact] = {}
         """The last word of the gateway, which obeys every placement at once."""
         assert self.core.peers([gateway(FRONT), gateway(BACK)], (), 0.0) == []
@@ -68,8 +69,8 @@ class Desk:
             )
         return sends
 
-    def pool(self, free: int) -> list[Send]:
-        return self.tell(ALLOCATOR, PoolFact(1000, free))
+    def pool(self, free: int, allocator: Incarnation = ALLOCATOR) -> list[Send]:
+        return self.tell(allocator, PoolFact(1000, free))
 
     def submit(self, *counts: int, length: int = 4) -> list[int]:
         return placed([send for count in counts for send in self.tell(FRONT, waiting(count, length))])

@@ -261,6 +261,125 @@ def test_a_setting_is_blamed_for_what_it_breaks_and_the_file_for_the_rest() -> N
         parse(BASE, "file.toml", ["gateway.frnt.port=1"])
 
 
+# ── several hosts ─────────────────────────────────────────────────────────────────────────────
+
+TWO = """
+[host.a]
+address = "10.0.0.1"
+[host.b]
+address = "10.0.0.2"
+[gateway.front]
+on = "a"
+max_open = 7
+[gateway.back]
+on = "b"
+port = 8001
+max_open = 3
+[worker.near]
+on = "a"
+role = "both"
+[worker.far]
+on = "b"
+role = "prefill"
+[worker.farther]
+on = "b"
+role = "decode"
+"""
+
+
+def test_each_host_has_an_allocator_and_a_replicator_and_the_first_the_rest() -> None:
+    topology = parse(TWO, "")
+    assert topology.hosts() == ("a", "b")
+    here = {host: [actor.name for actor in topology.actors(host)] for host in topology.hosts()}
+    assert here["a"] == ["health", "allocator-a", "scheduler", "replicator-a", "front", "near"]
+    assert here["b"] == ["allocator-b", "replicator-b", "back", "far", "farther"]
+    assert [actor.ordinal for actor in topology.actors()] == list(range(11))
+    ordinals = {actor.name: actor.ordinal for actor in topology.actors()}
+    assert all(ordinals[actor.name] == actor.ordinal for actor in topology.actors("b"))
+    assert topology.allocator_of("farther") == "allocator-b"
+    assert topology.replicator_of("front") == "replicator-a"
+    assert topology.host_of("scheduler") == "a"
+    assert list(topology.workers_on("b")) == ["far", "farther"]
+    with pytest.raises(KeyError):
+        topology.host_of("nobody")
+
+
+def test_one_host_needs_no_name() -> None:
+    topology = parse(BASE, "")
+    assert topology.hosts() == ("",)
+    assert topology.actors("") == topology.actors()
+    assert topology.allocator_of("both") == "allocator"
+    assert topology.replicator_of("both") == "replicator"
+
+
+def test_the_log_slots_of_a_host_are_its_gateways() -> None:
+    topology = parse(TWO, "", ["gateway.back.on=a", "gateway.front.max_open=5"])
+    assert [topology.log_slots(host) for host in "ab"] == [8, 0]
+    assert topology.log_slots_of("back") == range(5, 8)
+    topology = parse(TWO, "")
+    assert [topology.log_slots(host) for host in "ab"] == [7, 3]
+    assert topology.log_slots_of("back") == range(3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("worker.far.on=c", ("worker.far.on = 'c'", "no such host", "a, b")),
+        ('worker.far.on=""', ("worker.far", "the key 'on' is needed", "a, b")),
+        ("gateway.back.on=c", ("gateway.back.on = 'c'", "no such host")),
+        ("host.b.address=10.0.0.1", ("host.b.address = '10.0.0.1'", "host.a has it already")),
+        ("host.b.address=0.0.0.0", ("host.b.address = '0.0.0.0'", "address of one machine")),
+        ("host.b.address=somewhere", ("host.b.address = 'somewhere'", "expected an IP address")),
+        ("host.b.address=224.0.0.1", ("host.b.address", "address of one machine")),
+        ("host.a.control_port=0", ("host.a.control_port = 0", "int >= 1")),
+        ("host.a.pages_port=7450", ("host.a.pages_port = 7450", "is its control_port too")),
+        ("host.a.port=1", ("host.a.port = 1", "unknown key", "control_port")),
+        ("host.c.address=10.0.0.3", ("no host 'c'", "a, b")),
+        ("worker.near.role=decode", ()),
+        ("worker.farther.on=a", ()),
+    ],
+)
+def test_hosts_that_cannot_be(setting: str, said: tuple[str, ...]) -> None:
+    if not said:
+        parse(TWO, "", [setting])
+        return
+    complained = complaint(TWO, setting)
+    assert all(part in complained for part in said), complained
+
+
+def test_a_request_is_computed_on_one_host_so_one_of_them_must_be_able_to() -> None:
+    said = complaint(TWO, "worker.near.role=decode", "worker.farther.on=a")
+    assert "no host has workers for prefill and for decode" in said
+
+
+def test_a_host_has_something_to_do() -> None:
+    said = complaint(f'{TWO}[host.c]\naddress = "10.0.0.3"\n')
+    assert "host.c: has no gateway and no worker" in said
+
+
+def test_where_there_are_no_hosts_nobody_is_on_one() -> None:
+    assert "worker.both.on = 'a': no such host; the hosts are: none" in complaint(BASE, "worker.both.on=a")
+
+
+def test_names_of_a_hosts_own_actors_are_taken() -> None:
+    said = complaint(f'{TWO}[worker.allocator-b]\non = "b"\nrole = "both"\n')
+    assert "the name 'allocator-b' is given to two actors" in said
+
+
+def test_doors_of_two_hosts_may_have_the_same_port() -> None:
+    parse(TWO, "", ["gateway.front.port=9000", "gateway.back.port=9000"])
+    said = complaint(TWO, "gateway.back.on=a", "gateway.front.port=9000", "gateway.back.port=9000")
+    assert "listens there already" in said
+
+
+def test_hosts_agree_on_who_is_where_and_what_a_page_is() -> None:
+    agreed = parse(TWO, "").agreement()
+    for setting in ("kv.pages=9", "host.b.address=10.0.0.9", "gateway.back.on=a", "worker.far.role=both"):
+        assert parse(TWO, "", [setting]).agreement() != agreed, setting
+    for setting in ("gateway.back.port=0", "model.path=/elsewhere", "worker.far.threads=3"):
+        assert parse(TWO, "", [setting]).agreement() == agreed, setting
+
+
 # ── anything at all ───────────────────────────────────────────────────────────────────────────
 
 KEYS = st.sampled_from(
@@ -278,6 +397,10 @@ KEYS = st.sampled_from(
         "port",
         "front",
         "w",
+        "host",
+        "address",
+        "on",
+        "a",
         "tick_s",
     ]
 ) | st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=4)
