@@ -42,12 +42,14 @@ from engine.messages import (
     PoolFact,
     PrefixFact,
     PrefixWanted,
+    ReadEnded,
+    ReadWanted,
     Roster,
     SpillEnded,
     Stop,
 )
 from engine.pages import WRITABLE, Pages
-from engine.pinned import Pinned
+from engine.pinned import Pinned, Reads
 from engine.prefixes import Prefixes
 
 if TYPE_CHECKING:
@@ -81,8 +83,13 @@ class Allocator:
         ordinals: Mapping[str, int],
         policy: EvictionPolicy,
         gone: Callable[[Owner], bool] = lambda owner: True,
+        *,
+        tells: bool = False,
     ) -> None:
-        """`gone(owner)`: whether every thread of a dead incarnation that could write has ended, by proof."""
+        """`gone(owner)`: whether every thread of a dead incarnation that could write has ended, by proof.
+
+        `tells`: there are other hosts, and the scheduler hears which pages are found here.
+        """
         self.table = table
         self._gone = gone
         self._ordinals = dict(ordinals)
@@ -95,6 +102,8 @@ class Allocator:
         self._fetches = Fetches(self._pages)
         self._prefixes = Prefixes(self._pages, self._fetches, self._ordinals)
         self._pinned = Pinned(self._pages)
+        self._reads = Reads(self._pages)
+        self._pages.cache.tells = tells
         self._writers: dict[Incarnation, str] = {}
         self._strangers: set[Incarnation] = set()
         """Workers that a predecessor may have granted pages, and that have not said what they hold."""
@@ -137,6 +146,8 @@ class Allocator:
         if any(member.kind == "scheduler" for member in up):
             self._told_free = -1
             self._leases.exhausted_told = False
+            if self.cache.tells:
+                sends.append(Send("scheduler", self.cache.all()))
         return sends + self._grant()
 
     def handle(self, source: Incarnation, message: ToAllocator, now: float) -> list[Send]:
@@ -175,6 +186,10 @@ class Allocator:
                     self._fetches.in_file(message)
             case PinWanted():
                 sends = [Send(source, fact) for fact in self._pinned.want(source, message, now)]
+            case ReadWanted():
+                sends = [Send(source, self._reads.want(message, now))]
+            case ReadEnded():
+                self._reads.ended(message.pages)
             case Roster() | Drain() | Stop():
                 return []
             case _:
@@ -186,8 +201,8 @@ class Allocator:
 
         Due while `waits_for_proof`, and at `deadline`.
         """
-        over = self._pinned.expire(now)
-        return self._grant() if self._reclaim() or over else []
+        over = [self._pinned.expire(now), self._reads.expire(now), self._reclaim()]
+        return self._grant() if any(over) else []
 
     @property
     def waits_for_proof(self) -> bool:
@@ -196,7 +211,8 @@ class Allocator:
 
     def deadline(self) -> float | None:
         """When the next pin runs out."""
-        return self._pinned.deadline()
+        times = (self._pinned.deadline(), self._reads.deadline())
+        return min((time for time in times if time is not None), default=None)
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────
 
@@ -318,7 +334,10 @@ class Allocator:
         step = max(1, self.table.pages // 64)
         if abs(free - self._told_free) >= step or (free == 0) != (self._told_free == 0):
             self._told_free = free
-            sends.append(Send("scheduler", PoolFact(self.table.pages, free)))
+            costs = self._fetches.costs.told() if self.cache.tells else (0.0, 0.0)
+            sends.append(Send("scheduler", PoolFact(self.table.pages, free, *costs)))
+        if self.cache.tells and (news := self.cache.news()) is not None:
+            sends.append(Send("scheduler", news))
         return sends
 
     # ── for people and tests ──────────────────────────────────────────────────────────────────
@@ -350,5 +369,6 @@ class Allocator:
             **self._prefixes.statistics(),
             **self._fetches.statistics(),
             **self._pinned.statistics(),
+            "pages_read": len(self._reads),
             **self.cache.statistics(),
         }

@@ -74,6 +74,10 @@ class FetchCosts:
         """Whether to fetch so many pages is faster than to fill them."""
         return pages > 0 and self.fetch[kind].seconds(pages) < self.fill.seconds(pages)
 
+    def told(self) -> tuple[float, float]:
+        """Seconds to fill a page, and to fetch one from another host."""
+        return self.fill.page_s, self.fetch["host"].page_s
+
     def statistics(self) -> Statistics:
         return {
             "page_fill_ms": round(1e3 * self.fill.page_s, 3),
@@ -119,10 +123,9 @@ class Fetches:
         """Have the next pages brought, if somebody has them and that is faster than to fill them."""
         if self.replicator is None:
             return []
-        wishes: tuple[tuple[Kind, PageSource | None], ...] = (("file", FILE), ("host", filling.elsewhere))
-        for kind, source in wishes:
-            pages = [] if source is None else self._there(filling, kind)[: self._pages.available]
-            if source is not None and self.costs.pays(kind, len(pages)):
+        for source in (FILE, PageSource("host", filling.elsewhere)):
+            pages = self._there(filling, source.kind)[: self._pages.available]
+            if self.costs.pays(source.kind, len(pages)):
                 return [self._ask(filling, fillings, source, pages)]
         return []
 
@@ -132,7 +135,7 @@ class Fetches:
             return []
         pages: list[Ahead] = []
         for page in filling.ahead():
-            known = page.block < filling.elsewhere_pages if kind == "host" else self._has_file(page.key)
+            known = self._has_file(page.key) if kind == "file" else page.block < len(filling.elsewhere_pages)
             if not known:
                 break
             pages.append(page)
@@ -151,7 +154,11 @@ class Fetches:
         end = (pages[-1].block + 1) * filling.chain.page_bytes
         fillings.put(Filling(name, filling.tokens[:end], filling.chain.copy()))
         self._under_way[self._ticket] = Fetch(name, source, tuple(pages), targets)
-        wanted = tuple(PageWanted(*page, ref) for page, ref in zip(pages, targets, strict=True))
+        there = filling.elsewhere_pages if source.kind == "host" else ()
+        wanted = tuple(
+            PageWanted(*page, ref, there[page.block] if there else None)
+            for page, ref in zip(pages, targets, strict=True)
+        )
         return Send(replicator, FetchWanted(self._ticket, source, wanted))
 
     def ended(self, message: FetchEnded, fillings: Fillings, now: float) -> Fetch | None:
@@ -176,8 +183,8 @@ class Fetches:
             self._in_file.difference_update(page.key for page in fetch.pages[landed:])
             return
         for filling in fillings:
-            if filling.elsewhere == fetch.source:
-                filling.elsewhere_pages = min(filling.elsewhere_pages, fetch.pages[landed].block)
+            if filling.elsewhere == fetch.source.host:
+                filling.elsewhere_pages = filling.elsewhere_pages[: fetch.pages[landed].block]
 
     def settle(self, fetch: Fetch) -> None:
         """Let go of the targets; those that did not land are free."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from engine.chain import Chain
     from engine.ids import Incarnation, SequenceKey
-    from engine.messages import PageSource
+    from engine.shapes import PageRef
 
 FillingName = tuple["Incarnation", "SequenceKey", int]
 """The worker (or replicator), the choice of a request, and its term (or the ticket of a fetch)."""
@@ -54,10 +54,10 @@ class Filling:
     taken: int = 0
     pinned: list[int] = field(default_factory=list)
     """Pages granted and not known to be taken."""
-    elsewhere: PageSource | None = None
+    elsewhere: str = ""
     """Another host that may have some of its pages,"""
-    elsewhere_pages: int = 0
-    """and how many of them, from the first on."""
+    elsewhere_pages: tuple[PageRef, ...] = ()
+    """and what they are there, from the first on."""
     since: float = 0.0
     """When it began to fill the page before which it stands."""
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import msgspec
 
+from engine.chain import token_bytes
 from engine.core import Send, Statistics
 from engine.ids import SequenceKey, pack_request
 from engine.layout import MASK32
@@ -151,8 +152,18 @@ class Entry:
 class Ledger:
     """All open requests of one incarnation of a gateway."""
 
-    def __init__(self, me: Incarnation, ordinal: int, arena: TokenLogArena, slots: range) -> None:
+    def __init__(
+        self,
+        me: Incarnation,
+        ordinal: int,
+        arena: TokenLogArena,
+        slots: range,
+        *,
+        tells_tokens: bool = False,
+    ) -> None:
+        """`tells_tokens`: the scheduler hears the logs of those that wait, to place them by who has pages."""
         self.me = me
+        self._tells_tokens = tells_tokens
         self.ordinal = ordinal
         self.arena = arena
         self._free_slots = list(reversed(slots))
@@ -353,7 +364,8 @@ class Ledger:
             record.cache_salt,
         )
         entry.starts += 1
-        return [Send(message.prefill, StartPrefill(entry.term, spec, message.decode))]
+        start = StartPrefill(entry.term, spec, message.decode, message.elsewhere, message.elsewhere_pages)
+        return [Send(message.prefill, start)]
 
     def _accepted(self, source: Incarnation, message: TermAccepted) -> list[Effect]:
         entry = self._entries.get(message.key)
@@ -452,6 +464,7 @@ class Ledger:
         self.arena.set_term(entry.slot, term)
 
     def _fact(self, entry: Entry) -> Send:
+        tells = self._tells_tokens and entry.state is RequestState.WAITING
         return Send(
             "scheduler",
             RequestFact(
@@ -466,6 +479,8 @@ class Ledger:
                 tuple(sorted(entry.excluding)),
                 entry.record.client,
                 entry.record.priority,
+                token_bytes(entry.log) if tells else b"",
+                entry.record.cache_salt,
             ),
         )
 

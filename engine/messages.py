@@ -201,8 +201,8 @@ class Place(Message, frozen=True):
     decode: Incarnation
     elsewhere: str = ""
     """Another host that has more of its pages,"""
-    elsewhere_pages: int = 0
-    """and how many, from the first on."""
+    elsewhere_pages: tuple[PageRef, ...] = ()
+    """and these, from the first on."""
 
 
 class Preempt(Message, frozen=True):
@@ -248,8 +248,8 @@ class StartPrefill(Message, frozen=True):
     decode: Incarnation
     elsewhere: str = ""
     """Another host that has more of its pages,"""
-    elsewhere_pages: int = 0
-    """and how many, from the first on, as far as the scheduler knows."""
+    elsewhere_pages: tuple[PageRef, ...] = ()
+    """and these, from the first on, as far as the scheduler knows."""
 
 
 class Cancel(Message, frozen=True):
@@ -361,6 +361,8 @@ class WorkerFact(Message, frozen=True):
 
     prefill_slots: int
     decode_slots: int
+    identity: str = ""
+    """What its keys and values depend on beside the tokens: equal ones share pages."""
 
 
 class LeaseWanted(Message, frozen=True):
@@ -426,10 +428,10 @@ class PrefixWanted(Message, frozen=True):
     """Pages that are filled already."""
     seeks: bool
     """Whether it waits for an answer; else it fills them, whatever is there."""
-    elsewhere: PageSource | None = None
-    """Another host that has some of them, as far as the scheduler knows, """
-    elsewhere_pages: int = 0
-    """and how many, from the first on."""
+    elsewhere: str = ""
+    """Another host that has some of them, as far as the scheduler knows,"""
+    elsewhere_pages: tuple[PageRef, ...] = ()
+    """and these, from the first on."""
 
 
 class PrefixGranted(Message, frozen=True):
@@ -465,6 +467,8 @@ class PageWanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: bytes
     block: int
     target: PageRef
+    source: PageRef | None = None
+    """What it is there, if it comes from another host."""
 
 
 class FetchWanted(Message, frozen=True):
@@ -572,10 +576,34 @@ class PoolFact(Message, frozen=True):
 class PagesCached(Message, frozen=True):
     """allocator → scheduler, where there are several hosts: the pages that are found here, by their keys."""
 
-    added: tuple[bytes, ...]
+    added: tuple[tuple[bytes, PageRef], ...]
     removed: tuple[bytes, ...]
     whole: bool
     """This is all of them, else the difference to what was said before."""
+
+
+class ReadWanted(Message, frozen=True):
+    """replicator → allocator: another host wants to read these; pin those that are there under their keys.
+
+    A pin runs out of itself if it is not given back.
+    """
+
+    ticket: int
+    pages: tuple[PageRef, ...]
+    keys: tuple[bytes, ...]
+
+
+class ReadGranted(Message, frozen=True):
+    """allocator → replicator: whether each of them is there, and pinned."""
+
+    ticket: int
+    there: tuple[bool, ...]
+
+
+class ReadEnded(Message, frozen=True):
+    """replicator → allocator: these are not read any more."""
+
+    pages: tuple[PageRef, ...]
 
 
 class PoolExhausted(Message, frozen=True):
@@ -627,8 +655,10 @@ ToAllocator: TypeAlias = (
     | SpillEnded
     | FileKeys
     | PinWanted
+    | ReadWanted
+    | ReadEnded
 )
-ToReplicator: TypeAlias = Control | PagesSealed | FetchWanted | SpillWanted
+ToReplicator: TypeAlias = Control | PagesSealed | FetchWanted | SpillWanted | ReadGranted
 ToHealth: TypeAlias = Control | ProcessFacts | Suspicion
 ToLauncher: TypeAlias = Hello | Ready | Drained | Roster | Kill | Join | HostFacts | HostOrder
 

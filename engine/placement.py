@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from engine.core import Statistics
     from engine.messages import PagesCached
+    from engine.shapes import PageRef
 
 PAGE_FILL_S = 0.02
 PAGE_FETCH_S = 0.004
@@ -34,24 +35,31 @@ class ClusterCache:
     """Which pages each host has, by their chain keys."""
 
     def __init__(self) -> None:
-        self._keys: dict[str, set[bytes]] = {}
+        self._pages: dict[str, dict[bytes, PageRef]] = {}
 
     def told(self, host: str, message: PagesCached) -> None:
         """A host's allocator says what it has."""
-        known = set() if message.whole else self._keys.get(host, set())
-        self._keys[host] = (known - set(message.removed)) | set(message.added)
+        known = {} if message.whole else self._pages.setdefault(host, {})
+        for key in message.removed:
+            known.pop(key, None)
+        known.update(message.added)
+        self._pages[host] = known
 
     def lose(self, host: str) -> None:
         """Nobody speaks for this host: it may have anything, and nothing is counted on."""
-        self._keys.pop(host, None)
+        self._pages.pop(host, None)
 
     def cached(self, host: str, keys: Sequence[bytes]) -> int:
         """How many of these keys, from the front, a host has."""
-        there = self._keys.get(host, set())
+        there = self._pages.get(host, {})
         return next((number for number, key in enumerate(keys) if key not in there), len(keys))
 
+    def pages(self, host: str, keys: Sequence[bytes]) -> tuple[PageRef, ...]:
+        """What the pages of these keys are there; KeyError for one that is not."""
+        return tuple(self._pages[host][key] for key in keys)
+
     def statistics(self) -> Statistics:
-        return {"pages_known": sum(len(keys) for keys in self._keys.values())}
+        return {"pages_known": sum(len(pages) for pages in self._pages.values())}
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from engine.layout import NO_KEY
 from engine.lifecycle import PageState
+from engine.messages import PagesCached
 from engine.prefix_index import PrefixIndex, Refused
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from engine.core import Statistics
     from engine.eviction import EvictionPolicy
     from engine.layout import PageTable
+    from engine.shapes import PageRef
 
 MOST_CUT = 1024
 
@@ -37,6 +39,9 @@ class PrefixCache:
         self._idle: set[int] = set()
         self._pins: Counter[int] = Counter()
         self._cut: dict[bytes, None] = {}
+        self.tells = False
+        """Whether others are told what is found here."""
+        self._news: dict[bytes, PageRef | None] = {}
         self.evicted = 0
 
     def __len__(self) -> int:
@@ -72,6 +77,8 @@ class PrefixCache:
         if answer is not None:
             return False
         self.policy.added(page, self.index.find(seal.parent), self.table.block(page), seal.key, now)
+        if self.tells:
+            self._news[seal.key] = self.table.ref(page)
         self.look(page)
         return True
 
@@ -118,9 +125,27 @@ class PrefixCache:
 
     def remove(self, page: int) -> None:
         """It is in the cache no more."""
+        if self.tells:
+            self._news[self.index.key_of(page)] = None
         self.index.remove(page)
         self.policy.removed(page)
         self._idle.discard(page)
+
+    # ── what others are told ──────────────────────────────────────────────────────────────────
+
+    def all(self) -> PagesCached:
+        """Everything that is found here."""
+        self._news.clear()
+        pages = tuple((self.index.key_of(page), self.table.ref(page)) for page in sorted(self.index))
+        return PagesCached(pages, (), whole=True)
+
+    def news(self) -> PagesCached | None:
+        """What has changed since somebody asked; None when nothing has."""
+        news, self._news = self._news, {}
+        if not news:
+            return None
+        added = tuple((key, page) for key, page in news.items() if page is not None)
+        return PagesCached(added, tuple(key for key, page in news.items() if page is None), whole=False)
 
     # ── who has them ──────────────────────────────────────────────────────────────────────────
 

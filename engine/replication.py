@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
-from engine.messages import Drain, FetchWanted, PagesSealed, Roster, SpillWanted, Stop
+from engine.messages import (
+    Drain,
+    FetchWanted,
+    PagesSealed,
+    ReadGranted,
+    Roster,
+    SpillWanted,
+    Stop,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +66,7 @@ class ReplicationPlan:
                 return []
             case Roster() | Drain() | Stop():
                 return []
-            case FetchWanted() | SpillWanted():
+            case FetchWanted() | SpillWanted() | ReadGranted():
                 raise TypeError(f"{type(message).__name__} is the actor's own")
             case _:
                 assert_never(message)

@@ -20,15 +20,17 @@ that wait for a sibling's prompt are not in the queue at all (`engine.siblings`)
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import msgspec
 
+from engine.chain import chain_root, page_keys
 from engine.core import Send, Statistics
 from engine.fairness import Claim, Fairness, FairQueue, Ticket, give_way
 from engine.messages import (
     Drain,
+    PagesCached,
     Place,
     PoolExhausted,
     PoolFact,
@@ -39,6 +41,7 @@ from engine.messages import (
     Stop,
     WorkerFact,
 )
+from engine.placement import ClusterCache, HostLoad, offers
 from engine.siblings import Siblings
 from engine.slots import Slots
 
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
     from engine.fairness import Client
     from engine.ids import Incarnation, SequenceKey
     from engine.messages import Member, ToScheduler
+    from engine.placement import Offer
+    from engine.shapes import PageRef
     from engine.slots import Free
 
 
@@ -79,6 +84,8 @@ class Entry:
     """What it was expected to take when it was placed."""
     host: str = ""
     """Where it was placed, if it is."""
+    keys: dict[str, list[bytes]] = field(default_factory=dict)
+    """Of its full pages, by what keys and values depend on beside the tokens."""
 
     @property
     def active(self) -> bool:
@@ -133,6 +140,10 @@ class Turn(NamedTuple):
     beside: bool
     starved: list[Client]
     """Those before it whose pages are not there."""
+    elsewhere: str = ""
+    """Another host that has more of its pages,"""
+    elsewhere_pages: tuple[PageRef, ...] = ()
+    """and these."""
 
 
 class Scheduler:
@@ -151,6 +162,9 @@ class Scheduler:
         self._queue = FairQueue(self.fairness)
         self._siblings = Siblings()
         self._pools: defaultdict[str, Pool] = defaultdict(Pool)
+        self._cluster = ClusterCache()
+        self._identities: dict[str, str] = {}
+        """What keys and values of each host depend on beside the tokens, as its workers say."""
         self._stages: Counter[str] = Counter()
         self.placements = 0
         self.placements_beside = 0
@@ -162,6 +176,8 @@ class Scheduler:
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> list[Send]:
         for dead in down:
             self._slots.died(dead)
+            if dead.name.startswith("allocator"):
+                self._cluster.lose(self._host(dead))
             if dead in self._gateways:
                 self._gateways.discard(dead)
                 for entry in [entry for entry in self._entries.values() if entry.source == dead]:
@@ -195,6 +211,10 @@ class Scheduler:
                     for key, entry in self._entries.items():
                         if entry.active:
                             self._slots.occupy(key, *entry.slots)
+                self._identities[self._host(source)] = message.identity
+            case PagesCached():
+                self._cluster.told(self._host(source), message)
+                return []
             case PoolFact():
                 pool = self._pools[self._host(source)]
                 pool.fact = message
@@ -297,10 +317,59 @@ class Scheduler:
                     break
                 starved.append(client)
                 continue
-            where = self._slots.where(entry.fact.excluding, hosts) if sibling is None else (sibling, sibling)
-            if where is not None:
-                return Turn(client, entry, where, beside, starved)
+            if sibling is not None:
+                return Turn(client, entry, (sibling, sibling), beside, starved)
+            if entry.fact.tokens and len(self._pools) > 1:
+                found = self._best_host(entry, hosts)
+                if found is not None:
+                    where, offer = found
+                    pages_there = self._pages_of(entry, offer)
+                    return Turn(client, entry, where, beside, starved, offer.elsewhere, pages_there)
+            elif (at := self._slots.where(entry.fact.excluding, hosts)) is not None:
+                return Turn(client, entry, at, beside, starved)
         return None
+
+    def _best_host(
+        self, entry: Entry, hosts: Sequence[str]
+    ) -> tuple[tuple[Incarnation, Incarnation], Offer] | None:
+        """The host where its first token is there soonest, of those with free slots."""
+        loads = [self._load(host) for host in hosts]
+        wanted = -(-entry.fact.length // self.page_tokens)
+        # Of workers with other numerics the pages are others, and none is moved from or to them.
+        groups = {load.host: self._identities.get(load.host, "") for load in loads}
+        made: list[Offer] = []
+        for identity in sorted(set(groups.values())):
+            same = [load for load in loads if groups[load.host] == identity]
+            made += offers(same, self._cluster, self._keys(entry, identity), wanted)
+        for offer in sorted(made, key=lambda offer: (offer.seconds, offer.host)):
+            where = self._slots.where(entry.fact.excluding, [offer.host])
+            if where is not None:
+                return where, offer
+        return None
+
+    def _load(self, host: str) -> HostLoad:
+        pool = self._pools[host]
+        workers = max(1, self._slots.prefill_workers(host))
+        load = HostLoad(host, (pool.promised + pool.active / self.page_tokens) / workers)
+        if pool.fact is not None:
+            load.page_fill_s = pool.fact.page_fill_s or load.page_fill_s
+            load.page_fetch_s = pool.fact.page_fetch_s or load.page_fetch_s
+        return load
+
+    def _keys(self, entry: Entry, identity: str) -> list[bytes]:
+        """Of the pages that could be found: the last token is always computed."""
+        if identity not in entry.keys:
+            fact = entry.fact
+            whole = (fact.length - 1) // self.page_tokens * self.page_tokens
+            root = chain_root(identity, fact.salt)
+            entry.keys[identity] = page_keys(root, fact.tokens[: 4 * whole], self.page_tokens)
+        return entry.keys[identity]
+
+    def _pages_of(self, entry: Entry, offer: Offer) -> tuple[PageRef, ...]:
+        if not offer.elsewhere:
+            return ()
+        keys = self._keys(entry, self._identities.get(offer.host, ""))
+        return self._cluster.pages(offer.elsewhere, keys[: offer.elsewhere_pages])
 
     def _placed(self, turn: Turn) -> Send:
         entry, (prefill, decode) = turn.entry, turn.where
@@ -310,7 +379,13 @@ class Scheduler:
         self._stages["waiting"] -= 1
         entry.queued, entry.beside = False, turn.beside
         entry.fact = msgspec.structs.replace(
-            waited, term=waited.term + 1, stage="prefilling", prefill=prefill, decode=decode, excluding=()
+            waited,
+            term=waited.term + 1,
+            stage="prefilling",
+            prefill=prefill,
+            decode=decode,
+            excluding=(),
+            tokens=b"",
         )
         self._enter(entry)
         if entry.bill is None:
@@ -322,7 +397,8 @@ class Scheduler:
         self.placements += 1
         self.placements_beside += turn.beside
         self.bypasses += len(turn.starved)
-        return Send(entry.source, Place(waited.key, waited.term, prefill, decode))
+        place = Place(waited.key, waited.term, prefill, decode, turn.elsewhere, turn.elsewhere_pages)
+        return Send(entry.source, place)
 
     def _bill(self, fact: RequestFact, turn: Turn) -> Bill:
         likely = max(1, round(turn.client.expected))
@@ -415,4 +491,5 @@ class Scheduler:
             "placements_beside": self.placements_beside,
             "preemptions": self.preemptions,
             "bypasses": self.bypasses,
+            **self._cluster.statistics(),
         }

@@ -108,6 +108,10 @@ class Slots:
         near = [worker for worker in decodes if self._workers[worker].host == host]
         return prefill, min(near, key=lambda worker: (worker != prefill, decodes[worker], worker))
 
+    def prefill_workers(self, host: str) -> int:
+        """How many workers of a host prefill."""
+        return sum(slots.host == host and slots.prefill_slots > 0 for slots in self._workers.values())
+
     def where_of(
         self, workers: Collection[Incarnation], excluding: Collection[Incarnation]
     ) -> Incarnation | None:

@@ -141,7 +141,7 @@ class Worker:
             sends += self._peer_lost(dead)
         for member in up:
             if member.kind == "scheduler":
-                fact = WorkerFact(self.limits.prefill_slots, self.limits.decode_slots)
+                fact = WorkerFact(self.limits.prefill_slots, self.limits.decode_slots, self.identity)
                 sends.append(Send(member.incarnation, fact))
             elif member.name == self._allocator:
                 sends += self._introduce(member.incarnation)
@@ -282,7 +282,7 @@ class Worker:
         self.positions_shared += filled
         if self.limits.prefix_cache and shared is None and self._whole_pages(sequence):
             sequence.seeks = True
-            return [*sends, self._want_prefix(sequence)]
+            return [*sends, self._want_prefix(sequence, message.elsewhere, message.elsewhere_pages)]
         return [*sends, *self._offer_if_short(sequence, shares=shared is not None)]
 
     def _offer_if_short(self, sequence: Sequence, *, shares: bool) -> list[Send]:
@@ -300,13 +300,22 @@ class Worker:
         """Full pages of a log that others could have: its last token is always computed."""
         return (len(sequence.spec.log) - 1) // self.limits.page_tokens
 
-    def _want_prefix(self, sequence: Sequence) -> Send:
+    def _want_prefix(
+        self, sequence: Sequence, elsewhere: str = "", elsewhere_pages: tuple[PageRef, ...] = ()
+    ) -> Send:
         """Ask for its pages, or, when it does not seek, say that it fills them."""
         sequence.known, sequence.taken = True, 0
         tokens = token_bytes(sequence.spec.log[: self._whole_pages(sequence) * self.limits.page_tokens])
         have = sequence.computed // self.limits.page_tokens
         wanted = PrefixWanted(
-            sequence.key, sequence.term, self._root(sequence.spec), tokens, have, sequence.seeks
+            sequence.key,
+            sequence.term,
+            self._root(sequence.spec),
+            tokens,
+            have,
+            sequence.seeks,
+            elsewhere,
+            elsewhere_pages,
         )
         return Send(self._allocator, wanted)
 

@@ -8,15 +8,17 @@ from hypothesis import strategies as st
 
 from engine.messages import PagesCached
 from engine.placement import ClusterCache, HostLoad, offers
+from engine.shapes import PageRef
 
 KEYS = [bytes([number]) * 16 for number in range(20)]
+PAGES = [(key, PageRef(0, number, 7)) for number, key in enumerate(KEYS)]
 
 
 def cache_of(**pages: int) -> ClusterCache:
     """Hosts that have the first so many of KEYS."""
     cache = ClusterCache()
     for host, count in pages.items():
-        cache.told(host, PagesCached(tuple(KEYS[:count]), (), whole=True))
+        cache.told(host, PagesCached(tuple(PAGES[:count]), (), whole=True))
     return cache
 
 
@@ -40,10 +42,11 @@ def test_what_is_slower_to_move_than_to_fill_is_filled() -> None:
 
 def test_only_a_run_from_the_front_counts() -> None:
     cache = ClusterCache()
-    cache.told("a", PagesCached((KEYS[0], KEYS[2], KEYS[3]), (), whole=True))
+    cache.told("a", PagesCached((PAGES[0], PAGES[2], PAGES[3]), (), whole=True))
     assert cache.cached("a", KEYS) == 1
-    cache.told("a", PagesCached((KEYS[1],), (KEYS[3],), whole=False))
+    cache.told("a", PagesCached((PAGES[1],), (KEYS[3],), whole=False))
     assert cache.cached("a", KEYS) == 3
+    assert cache.pages("a", KEYS[:3]) == tuple(page for _, page in PAGES[:3])
     cache.lose("a")
     assert cache.cached("a", KEYS) == 0
     assert cache.statistics() == {"pages_known": 0}
