@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, cast
 
 import structlog
@@ -38,8 +39,10 @@ class AllocatorActor(Actor):
         self._here = {actor.ordinal for actor in topology.actors(self.host)}
         ordinals = {name: ordinal for ordinal, name in self._names.items()}
         policy = CostAware(topology.kv.pages) if topology.allocator.eviction == "cost" else LRU()
-        self.core = Allocator(self.page_table(), ordinals, policy, self._gone)
-        self._bereaved = trio.Event()
+        several = len(topology.hosts()) > 1
+        self.core = Allocator(self.page_table(), ordinals, policy, self._gone, tells=several)
+        self._due = math.inf
+        self._earlier = trio.Event()
 
     def _gone(self, owner: Owner) -> bool:
         """Whether no thread of a dead incarnation can write any more: by its locks, or as reaped."""
@@ -49,15 +52,25 @@ class AllocatorActor(Actor):
         return Incarnation(self._names[owner.ordinal], owner.epoch) not in self.dying
 
     async def serve(self) -> None:
+        bereaved_at = trio.current_time()
         while True:
-            if not self.core.waits_for_proof:
-                await self._bereaved.wait()
-                self._bereaved = trio.Event()
-            began = trio.current_time()
-            while self.core.waits_for_proof:
-                waited = trio.current_time() - began
-                await trio.sleep(PROOF_S if waited < 1 else PROOF_SLOW_S)
-                self.send(self.core.tick(trio.current_time()))
+            now = trio.current_time()
+            if self.core.waits_for_proof:
+                self._due = now + (PROOF_S if now - bereaved_at < 1 else PROOF_SLOW_S)
+            else:
+                bereaved_at = now
+                deadline = self.core.deadline()
+                self._due = math.inf if deadline is None else deadline
+            with trio.move_on_at(self._due):
+                await self._earlier.wait()
+            self._earlier = trio.Event()
+            self.send(self.core.tick(trio.current_time()))
+
+    def _look_sooner(self) -> None:
+        """Something may be due before what `serve` waits for."""
+        deadline = self.core.deadline()
+        if self.core.waits_for_proof or (deadline is not None and deadline < self._due):
+            self._earlier.set()
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
         # Workers and replicators of other hosts have nothing of this pool.
@@ -65,10 +78,11 @@ class AllocatorActor(Actor):
         self.send(self.core.peers(own, down, now))
         if self.core.waits_for_proof:
             log.info("pages_quarantined", pages=self.core.census()["quarantined"])
-        self._bereaved.set()
+        self._look_sooner()
 
     def handle(self, source: Incarnation, message: Message, now: float) -> None:
         self.send(self.core.handle(source, cast("ToAllocator", message), now))
+        self._look_sooner()
 
     def check(self) -> None:
         self.core.check()

@@ -109,5 +109,7 @@ class World:
     open_backend: Callable[[Boot, memoryview], Backend]
     gone: Callable[[int, int], bool | None] = lambda ordinal, epoch: None
     """Whether all threads of an incarnation that could write have ended; None: only its reaping tells."""
+    network: bool = False
+    """Whether pages can be exchanged with other hosts: there are real sockets."""
     serve_door: Callable[..., Any] | None = None
     """How a gateway serves its front door: an async function of (sessions, shutdown); None for none."""

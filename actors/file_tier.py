@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 import trio
 
+from actors.landing import publish
 from engine.core import Send
 from engine.ids import Incarnation
 from engine.layout import NO_KEY, Seal
@@ -21,7 +22,6 @@ from engine.lifecycle import PageState
 from engine.messages import FetchEnded, FileKeys, SpillEnded
 from engine.tier import TierIndex, TierPage
 from transport.page_file import PageFile
-from transport.page_format import PageFormat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from engine.layout import PageTable
     from engine.messages import FetchWanted, PageWanted, SpillWanted
     from engine.shapes import PageRef
+    from transport.page_format import PageFormat
     from transport.pages import PagePool
 
 log = structlog.get_logger()
@@ -46,6 +47,8 @@ class FileTier:
         self, file: PageFile, index: TierIndex, table: PageTable, pool: PagePool, names: Mapping[int, str]
     ) -> None:
         """`names` of actors by their ordinals: who computed a page is written beside it."""
+        self.allocator = "allocator"
+        """That of this host."""
         self.file = file
         self.index = index
         self._table = table
@@ -83,7 +86,7 @@ class FileTier:
         self._told = keys
         if not added and not removed:
             return []
-        return [Send("allocator", FileKeys(tuple(sorted(added)), tuple(sorted(removed)), whole=False))]
+        return [Send(self.allocator, FileKeys(tuple(sorted(added)), tuple(sorted(removed)), whole=False))]
 
     # ── down ──────────────────────────────────────────────────────────────────────────────────
 
@@ -92,7 +95,7 @@ class FileTier:
         async with trio.open_nursery() as nursery:
             for page in message.pages:
                 nursery.start_soon(self._write, page)
-        return [*self._news(), Send("allocator", SpillEnded(message.pages))]
+        return [*self._news(), Send(self.allocator, SpillEnded(message.pages))]
 
     async def _write(self, ref: PageRef) -> None:
         table = self._table
@@ -130,12 +133,12 @@ class FileTier:
             for wanted, seal in zip(some, whole, strict=True):
                 if seal is None:
                     break
-                self._publish(wanted, seal)
+                publish(self._table, wanted, seal.checksum)
                 landed += 1
             if None in whole:
                 break
         seconds = trio.current_time() - began
-        return [*self._news(), Send("allocator", FetchEnded(message.ticket, landed, seconds))]
+        return [*self._news(), Send(self.allocator, FetchEnded(message.ticket, landed, seconds))]
 
     async def _read(self, pages: Sequence[PageWanted]) -> list[Seal | None]:
         whole: list[Seal | None] = [None] * len(pages)
@@ -166,12 +169,6 @@ class FileTier:
             # Another prefix under the same key: right where it is, and nobody's here.
             return None
         return Seal(page.key, page.parent, page.tokens, page.checksum)
-
-    def _publish(self, wanted: PageWanted, seal: Seal) -> None:
-        page = wanted.target.index
-        self._table.open(page, 0, 0, 0, wanted.block)
-        self._table.fill(page, self._table.page_tokens)
-        self._table.seal(page, seal)
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────
 

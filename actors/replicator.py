@@ -1,32 +1,44 @@
-"""The replicator actor: it alone copies pages. To the standby pool behind everybody's back, to the file
-below memory and back."""
+"""The replicator actor: it alone copies pages, to the standby pool, the file below memory and other hosts."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import structlog
 import trio
 
 from actors.boot import POOL, POOL_NUMBER, STANDBY
 from actors.file_tier import FileTier
+from actors.other_hosts import OtherHosts, party_of
 from actors.shell import Actor
 from engine.core import Send
-from engine.messages import FetchEnded, FetchWanted, SpillEnded, SpillWanted
+from engine.messages import (
+    Drain,
+    FetchEnded,
+    FetchWanted,
+    PageSite,
+    PagesSealed,
+    ReadGranted,
+    Roster,
+    SpillEnded,
+    SpillWanted,
+    Stop,
+)
 from engine.replication import ReplicationPlan
 from engine.shapes import PageRef
+from engine.topology import of_host
 from transport.page_format import PageFormat
 from transport.pages import PageCopy, PagePool, SharedMemoryPages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from actors.boot import World
     from engine.core import Statistics
     from engine.ids import Incarnation
-    from engine.messages import Member, Message, ToReplicator
+    from engine.messages import Member, Message
     from transport.pages import PageTransport
 
 log = structlog.get_logger()
@@ -42,36 +54,50 @@ class ReplicatorActor(Actor):
         self.table = self.page_table()
         self.core = ReplicationPlan(self.table, self.boot.topology.replicator.standby_pages)
         self.pool = PagePool(POOL_NUMBER, world.segments[POOL], self.boot.page_shape.page_bytes)
+        self.allocator = of_host("allocator", self.host)
         self.file: FileTier | None = None
+        self.others: OtherHosts | None = None
         self._news = trio.Event()
         self._jobs, self._todo = trio.open_memory_channel[SpillWanted | FetchWanted](math.inf)
 
     async def prepare(self) -> None:
-        path, topology = self.boot.file_tier, self.boot.topology
-        if path is None:
-            return
-        shape = self.boot.page_shape
+        path, topology, shape = self.boot.file_tier, self.boot.topology, self.boot.page_shape
         # The keys say what else the bits depend on: pages of other kernels are never asked for.
         identity = f"{Path(self.boot.model_folder).name}:{shape.dtype}"
+        if self.host and self.world.network:
+            table = topology.host[self.host]
+            me = party_of(self.host, self.boot.run_dir, identity)
+            self.others = OtherHosts(
+                me, table.address, table.pages_port, self.table, self.pool, self.allocator, self.send
+            )
+        if path is None:
+            return
         form = PageFormat(shape.page_bytes, shape.tokens, identity)
         names = {actor.ordinal: actor.name for actor in topology.actors()}
         budget = topology.allocator.file_bytes
         self.file = await FileTier.open(Path(path), form, budget, self.table, self.pool, names)
+        self.file.allocator = self.allocator
 
     async def serve(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._replicate)
+            if self.others is not None:
+                await nursery.start(self.others.serve)
+                self._tell_site(self.members.values())
             async for job in self._todo:
                 nursery.start_soon(self._do, job)
 
     async def _do(self, job: SpillWanted | FetchWanted) -> None:
         """Whatever is asked for is answered, since pages wait for it."""
         if isinstance(job, SpillWanted):
-            self.send(await self.file.spill(job) if self.file else [_not_spilled(job)])
+            nothing = Send(self.allocator, SpillEnded(job.pages))
+            self.send(await self.file.spill(job) if self.file else [nothing])
         elif job.source.kind == "file" and self.file is not None:
             self.send(await self.file.fetch(job))
+        elif job.source.kind == "host" and self.others is not None:
+            self.send(await self.others.fetch(job))
         else:
-            self.send([Send("allocator", FetchEnded(job.ticket, 0, 0.0))])
+            self.send([Send(self.allocator, FetchEnded(job.ticket, 0, 0.0))])
 
     async def _replicate(self) -> None:
         if STANDBY not in self.world.segments:
@@ -94,15 +120,28 @@ class ReplicatorActor(Actor):
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
         self.send(self.core.peers(up, down, now))
-        if self.file is not None and any(member.kind == "allocator" for member in up):
-            self.send([Send("allocator", self.file.all_keys())])
+        for member in up:
+            if self.file is not None and member.name == self.allocator:
+                self.send([Send(self.allocator, self.file.all_keys())])
+        self._tell_site(up)
+
+    def _tell_site(self, members: Iterable[Member]) -> None:
+        """Other hosts hear where pages of this one are given."""
+        if self.others is not None and self.others.site is not None:
+            others = [member for member in members if member.kind == "replicator"]
+            self.send([Send(member.incarnation, self.others.site) for member in others])
 
     def handle(self, source: Incarnation, message: Message, now: float) -> None:
-        if isinstance(message, SpillWanted | FetchWanted):
-            self._jobs.send_nowait(message)
-            return
-        self.send(self.core.handle(source, cast("ToReplicator", message), now))
-        self._news.set()
+        match message:
+            case SpillWanted() | FetchWanted():
+                self._jobs.send_nowait(message)
+            case ReadGranted() if self.others is not None:
+                self.others.answered(message)
+            case PageSite() if self.others is not None:
+                self.others.told(message)
+            case PagesSealed() | Roster() | Drain() | Stop():
+                self.send(self.core.handle(source, message, now))
+                self._news.set()
 
     async def wind_down(self) -> None:
         """Pages that are on their way are seen through; a slot half written holds nothing."""
@@ -110,12 +149,10 @@ class ReplicatorActor(Actor):
 
     def check(self) -> None:
         self.core.check()
-        if self.file is not None:
-            self.file.check()
+        for part in (self.file, self.others):
+            if part is not None:
+                part.check()
 
     def statistics(self) -> Statistics:
-        return {**self.core.statistics(), **(self.file.statistics() if self.file else {})}
-
-
-def _not_spilled(job: SpillWanted) -> Send:
-    return Send("allocator", SpillEnded(job.pages))
+        parts = [part.statistics() for part in (self.file, self.others) if part is not None]
+        return {**self.core.statistics(), **{name: value for part in parts for name, value in part.items()}}

@@ -582,6 +582,14 @@ class PagesCached(Message, frozen=True):
     """This is all of them, else the difference to what was said before."""
 
 
+class PageSite(Message, frozen=True):
+    """replicator → replicators of other hosts: where pages of this host are given."""
+
+    host: str
+    address: str
+    port: int
+
+
 class ReadWanted(Message, frozen=True):
     """replicator → allocator: another host wants to read these; pin those that are there under their keys.
 
@@ -658,7 +666,7 @@ ToAllocator: TypeAlias = (
     | ReadWanted
     | ReadEnded
 )
-ToReplicator: TypeAlias = Control | PagesSealed | FetchWanted | SpillWanted | ReadGranted
+ToReplicator: TypeAlias = Control | PagesSealed | FetchWanted | SpillWanted | ReadGranted | PageSite
 ToHealth: TypeAlias = Control | ProcessFacts | Suspicion
 ToLauncher: TypeAlias = Hello | Ready | Drained | Roster | Kill | Join | HostFacts | HostOrder
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 from engine.messages import (
     Drain,
     FetchWanted,
+    PageSite,
     PagesSealed,
     ReadGranted,
     Roster,
@@ -66,7 +67,7 @@ class ReplicationPlan:
                 return []
             case Roster() | Drain() | Stop():
                 return []
-            case FetchWanted() | SpillWanted() | ReadGranted():
+            case FetchWanted() | SpillWanted() | ReadGranted() | PageSite():
                 raise TypeError(f"{type(message).__name__} is the actor's own")
             case _:
                 assert_never(message)
