@@ -278,7 +278,7 @@ class RecomputeCost(NamedTuple):
 
 HEAD_START = 0.1
 READ = 0.3
-"""Both in return times; set by the Mooncake conversation trace, where 0.1 to 0.25 and 0.2 to 0.5 do alike."""
+"""Both in return times; chosen on Mooncake's conversations, where 0.1 to 0.15 and 0.2 to 0.5 do alike."""
 FORKS = 3
 """A page that so many chains went on from is a shared prefix: a new chain says nothing of the others."""
 SEGMENTS = 5
