@@ -16,6 +16,7 @@ from actors.choice import Choice, Fold
 from actors.grace import GracePeriod
 from actors.metrics import Exposition, RequestMetrics, SystemCollector
 from actors.open_request import OpenRequest, Reader
+from actors.prefixes import PrefixKeeper
 from actors.sessions import Draining, Generation, NotKept, QueueFull, Refused
 from actors.shell import Actor
 from engine.core import Send
@@ -23,8 +24,9 @@ from engine.fairness import Fairness
 from engine.ids import owner_of, parse_request_name, request_name
 from engine.layout import TokenLogArena
 from engine.ledger import Closed, Committed, Ledger, LedgerFull
-from engine.messages import Drained, Place, Preempt, SequenceLost, TermAccepted
+from engine.messages import Drained, PinFact, Place, Preempt, SequenceLost, TermAccepted
 from engine.model import ModelConfig, read_config
+from engine.pins import Pins
 from engine.sampling import SamplingParams
 from engine.text import TextCodec
 from engine.topology import of_host
@@ -60,7 +62,9 @@ class GatewayActor(Actor):
         arena = TokenLogArena(
             world.segments[TOKEN_LOG], topology.log_slots(self.host), self.boot.context_length
         )
-        self.core = Ledger(self.me, self.boot.ordinal, arena, topology.log_slots_of(self.me.name))
+        slots = topology.log_slots_of(self.me.name)
+        several = len(topology.hosts()) > 1
+        self.core = Ledger(self.me, self.boot.ordinal, arena, slots, tells_tokens=several)
         self.metrics = RequestMetrics()
         self._requests: dict[int, OpenRequest] = {}
         """All that somebody may read or come back for."""
@@ -70,6 +74,14 @@ class GatewayActor(Actor):
         table = topology.gateway[self.me.name]
         self._grace = GracePeriod(table.resume_grace_s, table.resume_most)
         self._reserved = Fairness(reserve=topology.scheduler.reserve).reserved(table.max_open)
+        others = {
+            actor.ordinal: actor.name
+            for actor in topology.actors()
+            if actor.kind == "gateway" and actor.name != self.me.name
+        }
+        allocator = topology.allocator_of(self.me.name)
+        pins = Pins(self.me, self.boot.ordinal, self.boot.page_shape.tokens, allocator=allocator)
+        self.prefixes = PrefixKeeper(pins, self.core, self._reserved, others, self._apply)
         self._left = trio.Event()
         """Somebody waits in there who did not when it was last looked at."""
         self._logs_tokens = topology.launch.log_level == "debug"
@@ -292,6 +304,8 @@ class GatewayActor(Actor):
                     choice = self._choices.get(key)
                     if choice is not None:
                         self._end(choice, reason or "error", error)
+                    else:
+                        self.prefixes.closed(key, error)
                 case _:
                     sends.append(effect)
         self.send(sends)
@@ -350,6 +364,7 @@ class GatewayActor(Actor):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tell_when_drained)
             nursery.start_soon(self._end_graces)
+            nursery.start_soon(self.prefixes.keep_time)
             if self.world.serve_door is not None:
                 await self.world.serve_door(self, self._shut_door)
                 self._door_closed.set()
@@ -367,6 +382,7 @@ class GatewayActor(Actor):
 
     async def _tell_when_drained(self) -> None:
         await self.draining.wait()
+        self.prefixes.drain()
         while self._choices:
             self._idle = trio.Event()
             await self._idle.wait()
@@ -374,6 +390,7 @@ class GatewayActor(Actor):
 
     async def wind_down(self) -> None:
         """End what is still open with a word to its client, then close the door."""
+        self.prefixes.drain()
         for choice in list(self._choices.values()):
             self._end(choice, "error", SHUT_DOWN)
             self._apply(self.core.cancel(choice.key))
@@ -387,6 +404,7 @@ class GatewayActor(Actor):
                 dead = ", ".join(map(str, sorted(lost)))
                 log.warning("request_taken_back", request_id=request_name(entry.key.request), dead=dead)
         self._apply(self.core.peers(up, down, now))
+        self.prefixes.peers(up)
 
     def handle(self, source: Incarnation, message: Message, now: float) -> None:
         match message:
@@ -394,9 +412,13 @@ class GatewayActor(Actor):
                 entry = self.core.entry(key)
                 before = entry and (entry.term, entry.state)
                 effects = self.core.handle(source, cast("ToGateway", message), now)
-                # What came too late changed nothing, and is no part of the request's story.
-                if entry is not None and (entry.term, entry.state) != before:
+                # What came too late changed nothing, and is no part of the request's story; what fills a
+                # prefix has none.
+                if entry is not None and (entry.term, entry.state) != before and key in self._choices:
                     self._tell(source, entry, message)
+            case PinFact():
+                self.prefixes.handle(message)
+                return
             case _:
                 effects = self.core.handle(source, cast("ToGateway", message), now)
         self._apply(effects)
@@ -424,7 +446,10 @@ class GatewayActor(Actor):
 
     def check(self) -> None:
         self.core.check()
-        assert self._choices.keys() == {entry.key for entry in self.core.entries}, "a choice leaked"
+        open_keys = {entry.key for entry in self.core.entries}
+        assert self._choices.keys() | self.prefixes.filling == open_keys, "a choice leaked"
+        assert not self._choices.keys() & self.prefixes.filling
+        self.prefixes.check()
         for key, choice in self._choices.items():
             assert choice.end is None, f"{key} has ended and is open"
             assert choice in self._requests[key.request].choices
@@ -435,7 +460,7 @@ class GatewayActor(Actor):
         assert len(self._grace) == sum(r.expires < float("inf") for r in self._requests.values())
 
     def statistics(self) -> Statistics:
-        return {**self.core.statistics(), "requests_kept": len(self._grace)}
+        return {**self.core.statistics(), "requests_kept": len(self._grace), **self.prefixes.statistics()}
 
 
 def _keepsake(generation: Generation) -> bytes:

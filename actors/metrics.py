@@ -280,6 +280,12 @@ class SystemCollector(Collector):
             "Requests that nobody reads, kept for their grace.",
             own["requests_kept"],
         )
+        yield GaugeMetricFamily(
+            f"{PREFIX}num_prefixes_kept", "Prefixes that clients keep in the cache.", own["prefixes"]
+        )
+        yield GaugeMetricFamily(
+            f"{PREFIX}prefix_tokens_kept", "Their tokens that are in memory and stay.", own["prefix_tokens"]
+        )
         yield _counter("generation_tokens", "Tokens committed.", own["tokens_committed"])
         yield _counter("request_replacements", "Times that a request lost its worker.", own["replacements"])
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import trio
 
     from engine.model import ModelConfig
+    from engine.pins import Prefix
     from engine.text import TextCodec
     from engine.transcript import Position
 
@@ -127,6 +128,35 @@ class Diverged(Refused):
     """The client has not what was sent to it, so nothing can follow."""
 
 
+class PrefixTooShort(Refused):
+    """There is no whole page of it that could be kept."""
+
+
+class PrefixRefused(Refused):
+    """The allocator does not keep it: too much of the pool is pinned already."""
+
+
+class PrefixUnfilled(Refused):
+    """It could not be filled, or not in time; worth trying again."""
+
+
+class KeptPrefix(msgspec.Struct, frozen=True):
+    """A prefix that is kept in the cache."""
+
+    name: str
+    created: int
+    expires_at: int
+    """Both in Unix time."""
+    tokens: int
+    """All of it."""
+    cached_tokens: int
+    """Those that were in the cache already when it was asked for."""
+    pinned_tokens: int
+    """Those that are in memory now, and stay: whole pages of them. Fewer where pages were lost and did not
+    fit any more."""
+    pinned_pages: int
+
+
 class Superseded(Exception):
     """The events of a session are read by somebody else from now on, who resumed it."""
 
@@ -171,6 +201,26 @@ class Session(Protocol):
         ...
 
 
+class Prefixes(Protocol):
+    """The prefixes that are kept for clients, each by the one who asked for it."""
+
+    async def keep(self, prefix: Prefix) -> KeptPrefix:
+        """Keep a prefix: returns when all its pages are there, or raises Refused."""
+        ...
+
+    def kept(self, owner: str) -> Sequence[KeptPrefix]:
+        """What is kept for an owner, the oldest first."""
+        ...
+
+    def find(self, owner: str, name: str) -> KeptPrefix:
+        """One of an owner's; NotKept when there is none of that name."""
+        ...
+
+    def forget(self, owner: str, name: str) -> KeptPrefix:
+        """Keep it no longer; NotKept when there is none of that name."""
+        ...
+
+
 class Sessions(Protocol):
     """The gateway, as its doors see it."""
 
@@ -179,6 +229,9 @@ class Sessions(Protocol):
 
     @property
     def text(self) -> TextCodec: ...
+
+    @property
+    def prefixes(self) -> Prefixes: ...
 
     @property
     def resume_grace_s(self) -> float:

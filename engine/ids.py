@@ -12,6 +12,7 @@ LIFE_BITS = 12
 """Of an epoch: how often an actor may be started in one life of its host's launcher, and how many lives."""
 MAX_EPOCH = (1 << EPOCH_BITS) - 1
 _REQUEST_NAME = re.compile(r"req-([0-9a-f]{16})")
+_PREFIX_NAME = re.compile(r"prefix-([0-9a-f]{16})")
 
 
 class Incarnation(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
@@ -58,4 +59,15 @@ def request_name(request: int) -> str:
 def parse_request_name(name: str) -> int | None:
     """The request that a name means, or None when it means none."""
     found = _REQUEST_NAME.fullmatch(name)
+    return None if found is None else int(found[1], 16)
+
+
+def prefix_name(number: int) -> str:
+    """How clients write the id of a prefix that is kept for them: it is packed like that of a request."""
+    return f"prefix-{number:016x}"
+
+
+def parse_prefix_name(name: str) -> int | None:
+    """The number of the prefix that a name means, or None when it means none."""
+    found = _PREFIX_NAME.fullmatch(name)
     return None if found is None else int(found[1], 16)

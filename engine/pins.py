@@ -25,7 +25,7 @@ import msgspec
 
 from engine.chain import token_bytes
 from engine.core import Send, Statistics
-from engine.ids import pack_request
+from engine.ids import pack_request, prefix_name
 from engine.lifecycle import PIN, PinEvent, PinState, advance
 from engine.messages import PinWanted
 
@@ -147,7 +147,7 @@ class Pins:
         if len(self._pins) >= MOST_PINS:
             raise PinsFull
         self._counter += 1
-        name = f"prefix-{pack_request(self._ordinal, self._me.epoch, self._counter):016x}"
+        name = prefix_name(pack_request(self._ordinal, self._me.epoch, self._counter))
         pin = self._pins[name] = Pin(name, prefix, now + prefix.ttl_s, whole)
         return name, [self._want(pin)]
 

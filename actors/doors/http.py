@@ -2,6 +2,9 @@
 
     POST /v1/chat/completions    whole or streamed
     POST /v1/completions         the same for a prompt that is taken as it is
+    POST /v1/prefixes            keep a prefix in the cache (`actors.doors.prefixes`)
+    GET  /v1/prefixes[/ID]       what is kept
+    DELETE /v1/prefixes/ID       keep it no longer
     POST /tokenize               what a prompt or a conversation is to the model
     POST /detokenize             the text of tokens
     GET  /v1/models[/ID]         the served model
@@ -38,6 +41,8 @@ from actors.doors.intake import Intake, client_of_key
 from actors.doors.openai_error import ApiError, server_error
 from actors.doors.openai_response import Model, ModelList
 from actors.doors.openapi import openapi_document
+from actors.doors.prefixes import PATH as PREFIXES
+from actors.doors.prefixes import PrefixDoor
 from actors.doors.ticket import ticket_of
 from actors.doors.websocket import PATH as WEBSOCKET_PATH
 from actors.doors.websocket import WebSocketDoor
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from actors.doors.intake import Asked
+    from actors.doors.openai_response import PrefixObject
     from actors.sessions import Session, Sessions
 
 Scope = MutableMapping[str, Any]
@@ -96,6 +102,7 @@ class HttpDoor:
         self._max_body_bytes = max_body_bytes
         self._intake = Intake(sessions)
         self._websocket = WebSocketDoor(sessions, self._intake, shutdown=shutdown, grace_s=grace_s)
+        self._prefixes = PrefixDoor(sessions, self._intake)
         self._model = Model(sessions.model.name, created=int(time.time()))
         # Made once: it takes 10 to 20 ms, in which no token would be sent.
         self._document = msgspec.json.encode(openapi_document(sessions.model, __version__))
@@ -127,6 +134,16 @@ class HttpDoor:
         elif path == "/v1/completions":
             _allow(method, "POST")
             await self._generate(scope, client, self._intake.completion)
+        elif path == PREFIXES:
+            _allow(method, "GET", "HEAD", "POST")
+            if method == "POST":
+                await self._keep(scope, client)
+            else:
+                await client.send_json(200, self._prefixes.kept(client=_key(scope)))
+        elif path.startswith(f"{PREFIXES}/"):
+            _allow(method, "GET", "HEAD", "DELETE")
+            act = self._prefixes.forget if method == "DELETE" else self._prefixes.find
+            await client.send_json(200, act(path.removeprefix(f"{PREFIXES}/"), client=_key(scope)))
         elif path == "/tokenize":
             _allow(method, "POST")
             await self._tell(scope, client, self._intake.tokenize)
@@ -233,6 +250,29 @@ class HttpDoor:
             await reply.run(stream=stream)
             nursery.cancel_scope.cancel()
 
+    async def _keep(self, scope: Scope, client: Client) -> None:
+        """Keep a prefix, unless its client goes away before it is filled."""
+        body = await self._body(scope, client)
+        if body is None:
+            return
+        kept: PrefixObject | ApiError | None = None
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                await client.wait_gone()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            try:
+                kept = await self._prefixes.keep(body, client=_key(scope))
+            except ApiError as refusal:
+                kept = refusal
+            nursery.cancel_scope.cancel()
+        if isinstance(kept, ApiError):
+            raise kept
+        if kept is not None:
+            await client.send_json(200, kept)
+
     async def _tell(
         self, scope: Scope, client: Client, work: Callable[[bytes], Awaitable[msgspec.Struct]]
     ) -> None:
@@ -274,6 +314,11 @@ def _switch(headers: dict[bytes, bytes], name: str) -> bool:
     if value not in (b"true", b"1", b"false", b"0"):
         raise ApiError(400, f"The header {name!r} can be true, 1, false or 0.", param=name)
     return value in (b"true", b"1")
+
+
+def _key(scope: Scope) -> str:
+    """The name of the API key that asks."""
+    return client_of_key(dict(scope["headers"]).get(b"authorization"))
 
 
 def _path_of_url(target: bytes) -> str:

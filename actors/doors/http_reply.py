@@ -86,10 +86,14 @@ class Client:
             while size < _DRAIN_BYTES and (data := await self.receive_body()):
                 size += len(data)
 
-    async def watch(self, session: Session) -> None:
-        """Wait for the client to go away and give its session up at once."""
+    async def wait_gone(self) -> None:
+        """Wait for the client to go away, or for its response to have been sent."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+    async def watch(self, session: Session) -> None:
+        """Wait for the client to go away and give its session up at once."""
+        await self.wait_gone()
         if self._answered:
             return  # The server says so, too, when the response has been sent.
         self.gone = True

@@ -14,9 +14,18 @@ import trio
 from actors.doors.openai_error import ApiError
 from actors.doors.openai_response import Detokenized, Tokens
 from actors.doors.ticket import Ticket
-from actors.doors.wishes import RawPrompt, Wishes, parse_chat, parse_detokenize, parse_text, parse_tokenize
+from actors.doors.wishes import (
+    RawPrompt,
+    Wishes,
+    parse_chat,
+    parse_detokenize,
+    parse_prefix,
+    parse_text,
+    parse_tokenize,
+)
 from actors.sessions import Draining, Generation, QueueFull, Refused
 from engine.chat_template import TemplateError
+from engine.pins import Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +37,8 @@ THREAD_CHARS = 16 * 2**10
 """Longer texts are tokenised in a thread."""
 RETRY_AFTER_S = 1
 """When a client may knock again that found the queue full."""
+BEHIND_PREFIX = 2
+"""Tokens that a context must have room for behind a prefix: one that follows it, and one of the answer."""
 _Done = TypeVar("_Done")
 
 
@@ -104,6 +115,30 @@ class Intake:
             echo = len(self._sessions.text.encode("", special=True)) if begun else 0
         ticket = self._ticket("completion", wishes, name, echo)
         return self._asked(tokens, wishes, ticket, "prompt", client, resumable)
+
+    async def prefix(self, body: bytes, *, client: str = "") -> Prefix:
+        """A body of /v1/prefixes: what is to be kept. `client`: the API key that asks."""
+        model = self._sessions.model
+        prompt, wishes = parse_prefix(body, model=model.name, vocab_size=model.vocab_size)
+        tokens = await self._tokens(prompt)
+        room = model.context_length - BEHIND_PREFIX
+        if len(tokens) > room:
+            source = "prompt" if isinstance(prompt, RawPrompt) else "messages"
+            raise ApiError(
+                400,
+                f"A prefix can have {room} tokens at most, so that something fits the context behind it: "
+                f"this has {len(tokens)}.",
+                param=source,
+                code="context_length_exceeded",
+            )
+        return Prefix(
+            tuple(tokens),
+            wishes.ttl_s,
+            wishes.salt,
+            owner=client,
+            client=_client(client, wishes.user),
+            created=int(time.time()),
+        )
 
     async def tokenize(self, body: bytes) -> Tokens:
         """The answer to a body of /tokenize."""
@@ -204,7 +239,7 @@ class Intake:
             logprobs=wishes.logprobs,
             token_ids=wishes.token_ids,
             n=wishes.n,
-            client="/".join(filter(None, (client, f"user:{wishes.user}" if wishes.user else ""))),
+            client=_client(client, wishes.user),
             priority=wishes.priority,
             cache_salt=wishes.cache_salt,
             resumable=resumable,
@@ -250,6 +285,11 @@ def client_of_key(authorization: bytes | None) -> str:
     if scheme.lower() != b"bearer" or not key:
         return ""
     return f"key:{blake2b(key, digest_size=8).hexdigest()}"
+
+
+def _client(key: str, user: str) -> str:
+    """Whose share a request counts against: an API key, as `client_of_key` names it, and a body's user."""
+    return "/".join(filter(None, (key, f"user:{user}" if user else "")))
 
 
 def _because(refusal: Refused) -> str:

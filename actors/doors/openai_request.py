@@ -25,6 +25,8 @@ MAX_CHOICES = 16
 MAX_PRIORITY = 100
 MAX_NAME = 128
 MAX_SALT = 256
+MAX_TTL_S = 86_400
+DEFAULT_TTL_S = 3600
 
 Name = Annotated[str, Meta(max_length=MAX_NAME, pattern=r"^[\x21-\x7e]+$")]
 Role = Literal["system", "developer", "user", "assistant"]
@@ -240,6 +242,25 @@ class Text(Generating, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ] = None
     echo: Annotated[bool | None, Meta(description="The prompt's text comes first; not with logprobs")] = None
     add_special_tokens: _BOS = None
+
+
+class PrefixRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Ask for a prefix to be kept in the cache: a prompt, or the messages that a conversation begins with."""
+
+    model: str | None = None
+    prompt: Annotated[
+        str | Annotated[list[_ID], Meta(min_length=1)] | None,
+        Meta(description="Taken as it is: a string that spells control tokens means them"),
+    ] = None
+    messages: _MESSAGES | None = None
+    add_special_tokens: _BOS = None
+    chat_template_kwargs: _VARIABLES = None
+    cache_salt: _SALT | None = None
+    ttl_s: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_TTL_S)] | None,
+        Meta(description=f"Seconds that it is kept; default {DEFAULT_TTL_S}"),
+    ] = None
+    user: Annotated[str | None, Meta(description="Whose fair share filling it counts against")] = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

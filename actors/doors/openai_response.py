@@ -181,6 +181,33 @@ class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
 
 
+class PrefixObject(msgspec.Struct, frozen=True, tag="prefix", tag_field="object"):
+    """A prefix that is kept in the cache."""
+
+    id: str
+    created: int
+    expires_at: int
+    tokens: int
+    cached_tokens: int
+    """Those that were in the cache already when it was asked for."""
+    pinned_tokens: int
+    """Those that are in memory now, and stay: whole pages of them."""
+    pinned_pages: int
+
+
+class PrefixList(msgspec.Struct, frozen=True, tag="list", tag_field="object"):
+    """Every prefix that is kept for this API key, the oldest first."""
+
+    data: list[PrefixObject]
+
+
+class DeletedPrefix(msgspec.Struct, frozen=True, tag="prefix", tag_field="object"):
+    """A prefix that is kept no longer."""
+
+    id: str
+    deleted: bool = True
+
+
 class Model(msgspec.Struct, frozen=True, tag="model", tag_field="object"):
     """A model that can be asked for."""
 

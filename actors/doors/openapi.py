@@ -18,14 +18,18 @@ from actors.doors.openai_request import (
     CompletionRequest,
     DetokenizeRequest,
     Name,
+    PrefixRequest,
     TokenizeRequest,
 )
 from actors.doors.openai_response import (
     Chunk,
     Completion,
+    DeletedPrefix,
     Detokenized,
     Model,
     ModelList,
+    PrefixList,
+    PrefixObject,
     TextCompletion,
     Tokens,
 )
@@ -38,11 +42,15 @@ Json = dict[str, Any]
 _STRUCTS = (
     ChatRequest,
     CompletionRequest,
+    PrefixRequest,
     TokenizeRequest,
     DetokenizeRequest,
     Completion,
     Chunk,
     TextCompletion,
+    PrefixObject,
+    PrefixList,
+    DeletedPrefix,
     Tokens,
     Detokenized,
     Model,
@@ -64,6 +72,12 @@ _GENERATION_ERRORS = {
     500: "The request failed inside the server.",
     503: "The server is shutting down, or gave the request up.",
 }
+_PREFIX_ERRORS = {
+    409: "Too much of the pool is pinned already.",
+    429: "Too many prefixes are kept.",
+    503: "The prefix could not be filled, or not in time, or the server is shutting down.",
+}
+_NOT_KEPT = {404: "Nothing of this id is kept for this API key by this gateway."}
 _RESUMING = (
     f"Whether a stream can be resumed; its events have ids then, and the same request with the last of them "
     f"as `{HEADER}` goes on behind it"
@@ -90,6 +104,17 @@ def openapi_document(model: ModelConfig, version: str) -> Json:
         "paths": {
             "/v1/chat/completions": {"post": _chat()},
             "/v1/completions": {"post": _completion()},
+            "/v1/prefixes": {
+                "get": _get("listPrefixes", PrefixList.__doc__ or "", _json_of(_ref(PrefixList))),
+                "post": _keeping(),
+            },
+            "/v1/prefixes/{prefix}": {
+                "get": _get("getPrefix", "One of them", _json_of(_ref(PrefixObject)), _NOT_KEPT),
+                "delete": _get("deletePrefix", "Keep it no longer", _json_of(_ref(DeletedPrefix)), _NOT_KEPT),
+                "parameters": [
+                    _parameter("prefix", "path", {"type": "string", "minLength": 1}, required=True)
+                ],
+            },
             "/tokenize": {
                 "post": _post(
                     "tokenize", "What a prompt or a conversation is to the model", TokenizeRequest, Tokens
@@ -142,20 +167,25 @@ def _bind(schemas: dict[str, Json], model: ModelConfig) -> None:
         fields["model"] |= {"enum": [model.name, None]}
         fields["max_tokens"]["anyOf"][0] |= {"maximum": model.context_length - 1}
         fields["stop_token_ids"]["anyOf"][0]["items"] |= {"maximum": last}
+    schemas["PrefixRequest"]["oneOf"] = [
+        _only_with("prompt", "string", "array", not_with=("messages", "chat_template_kwargs")),
+        _only_with("messages", "array", not_with=("prompt", "add_special_tokens")),
+    ]
     schemas["TokenizeRequest"]["oneOf"] = [
         _only_with("prompt", "string", not_with=("messages", *_OF_MESSAGES)),
         _only_with("messages", "array", not_with=("prompt", "add_special_tokens")),
     ]
-    for name in ("TokenizeRequest", "DetokenizeRequest"):
+    for name in ("PrefixRequest", "TokenizeRequest", "DetokenizeRequest"):
         schemas[name]["properties"]["model"] |= {"enum": [model.name, None]}
     schemas["DetokenizeRequest"]["properties"]["tokens"]["items"] |= {"maximum": last}
-    for form in schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
-        if form["type"] == "array":
-            form["items"] |= {"maximum": last}
+    for name in ("CompletionRequest", "PrefixRequest"):
+        for form in schemas[name]["properties"]["prompt"]["anyOf"]:
+            if form["type"] == "array":
+                form["items"] |= {"maximum": last}
 
 
-def _only_with(name: str, kind: str, *, not_with: tuple[str, ...]) -> Json:
-    properties = {name: {"type": kind}} | {other: {"type": "null"} for other in not_with}
+def _only_with(name: str, *kinds: str, not_with: tuple[str, ...]) -> Json:
+    properties: Json = {name: {"type": [*kinds]}} | {other: {"type": "null"} for other in not_with}
     return {"required": [name], "properties": properties}
 
 
@@ -169,6 +199,14 @@ def _completion() -> Json:
     return _generating(
         "createCompletion", "What follows a prompt", CompletionRequest, TextCompletion, TextCompletion
     )
+
+
+def _keeping() -> Json:
+    operation = _post("createPrefix", "Keep a prefix in the cache", PrefixRequest, PrefixObject)
+    operation["responses"] |= _errors(_PREFIX_ERRORS)
+    for status in ("429", "503"):
+        operation["responses"][status]["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
+    return operation
 
 
 def _generating(name: str, summary: str, body: type, whole: type, event: type) -> Json:

@@ -10,6 +10,7 @@ import msgspec
 from actors.doors.decoding import decode_body
 from actors.doors.openai_error import ApiError
 from actors.doors.openai_request import (
+    DEFAULT_TTL_S,
     MAX_NAME,
     NEUTRAL,
     NEUTRAL_TEXT,
@@ -18,6 +19,7 @@ from actors.doors.openai_request import (
     CompletionRequest,
     DetokenizeRequest,
     Name,
+    PrefixRequest,
     Text,
     TokenizeRequest,
 )
@@ -90,8 +92,17 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
 
 
+class PrefixWishes(msgspec.Struct, frozen=True):
+    """What a request says of a prefix that is to be kept, beside its tokens."""
+
+    salt: str
+    ttl_s: int
+    user: str
+
+
 _decode_chat = cast("Callable[[bytes], Chat]", msgspec.json.Decoder(ChatRequest).decode)
 _decode_text = cast("Callable[[bytes], Text]", msgspec.json.Decoder(CompletionRequest).decode)
+_decode_prefix = msgspec.json.Decoder(PrefixRequest).decode
 _decode_tokenize = msgspec.json.Decoder(TokenizeRequest).decode
 _decode_detokenize = msgspec.json.Decoder(DetokenizeRequest).decode
 _TEMPLATE_OWN = frozenset(
@@ -158,6 +169,33 @@ def parse_text(body: bytes, *, model: str, vocab_size: int) -> tuple[RawPrompt, 
     )
     prompt = text.prompt if isinstance(text.prompt, str) else tuple(text.prompt)
     return RawPrompt(prompt, bos=text.add_special_tokens is not False), wishes
+
+
+def parse_prefix(
+    body: bytes, *, model: str, vocab_size: int
+) -> tuple[Conversation | RawPrompt, PrefixWishes]:
+    """Decode and check a body of /v1/prefixes; of a conversation no turn is opened behind the messages."""
+    asked = decode_body(_decode_prefix, body)
+    _check_model(asked.model or model, model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "Either 'prompt' or 'messages' is to be kept.", param="prompt")
+    wishes = PrefixWishes(asked.cache_salt or "", asked.ttl_s or DEFAULT_TTL_S, _visible(asked.user or ""))
+    if asked.messages is not None:
+        if asked.add_special_tokens is not None:
+            raise ApiError(400, "'add_special_tokens' needs a 'prompt'.", param="add_special_tokens")
+        begun = TokenizeRequest(
+            messages=asked.messages,
+            chat_template_kwargs=asked.chat_template_kwargs,
+            add_generation_prompt=False,
+        )
+        return _conversation(begun, asked.messages, len(body)), wishes
+    if asked.chat_template_kwargs is not None:
+        raise ApiError(400, "'chat_template_kwargs' needs 'messages'.", param="chat_template_kwargs")
+    assert asked.prompt is not None
+    if not isinstance(asked.prompt, str):
+        _check_ids("prompt", asked.prompt, vocab_size)
+    prompt = asked.prompt if isinstance(asked.prompt, str) else tuple(asked.prompt)
+    return RawPrompt(prompt, bos=asked.add_special_tokens is not False), wishes
 
 
 def parse_tokenize(body: bytes, *, model: str) -> Conversation | RawPrompt:

@@ -11,7 +11,7 @@ import trio
 
 from actors.doors.http import serve_http
 from actors.doors.http_server import ServerLimits
-from actors.sessions import Delta, DeltaToken, End, Generation, NotKept, Superseded
+from actors.sessions import Delta, DeltaToken, End, Generation, KeptPrefix, NotKept, Superseded
 from engine.chat_template import TemplateError
 from engine.detokenizer import Detokenizer
 from engine.model import ModelConfig
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
     from engine.messages import Cached
+    from engine.pins import Prefix
     from engine.transcript import Position
 
 MODEL = ModelConfig(
@@ -41,6 +42,9 @@ MODEL = ModelConfig(
     eos_tokens=(0,),
     weights_id="0123456789abcdef0123456789abcdef",
 )
+
+
+KEPT = KeptPrefix("prefix-0400000300000001", 1000, 4600, 35, 16, 32, 2)
 
 
 class ByteText:
@@ -159,12 +163,52 @@ class ScriptedSession:
             self.cancel(by)
 
 
+class ScriptedPrefixes:
+    """`Prefixes` that keeps `kept`, and refuses with `refusal`; the test says when by `go`."""
+
+    def __init__(self) -> None:
+        self.refusal: Exception | None = None
+        self.asked: list[Prefix] = []
+        self.waits = trio.Event()
+        self.cancelled = trio.Event()
+        self.go = trio.Event()
+        self.go.set()
+        self.owners: dict[str, str] = {KEPT.name: ""}
+        self.forgotten: list[str] = []
+
+    async def keep(self, prefix: Prefix) -> KeptPrefix:
+        self.asked.append(prefix)
+        self.waits.set()
+        try:
+            await self.go.wait()
+        except trio.Cancelled:
+            self.cancelled.set()
+            raise
+        if self.refusal is not None:
+            raise self.refusal
+        return KEPT
+
+    def kept(self, owner: str) -> list[KeptPrefix]:
+        return [KEPT for known in self.owners.values() if known == owner]
+
+    def find(self, owner: str, name: str) -> KeptPrefix:
+        if self.owners.get(name) != owner:
+            raise NotKept("it never was")
+        return KEPT
+
+    def forget(self, owner: str, name: str) -> KeptPrefix:
+        kept = self.find(owner, name)
+        self.forgotten.append(name)
+        return kept
+
+
 class ScriptedSessions:
     """`Sessions` whose requests the test takes with `next()`, or which answer `script` by themselves."""
 
     def __init__(self, script: tuple[str, ...] | None = None) -> None:
         self.model = MODEL
         self.text = ByteText()
+        self.prefixes = ScriptedPrefixes()
         self.resume_grace_s = 30.0
         self.script = script
         self.refusal: Exception | None = None

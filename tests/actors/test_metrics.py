@@ -64,6 +64,8 @@ OWN = {
     "tokens_committed": 99,
     "replacements": 1,
     "requests_kept": 5,
+    "prefixes": 2,
+    "prefix_tokens": 48,
 }
 
 
@@ -140,6 +142,7 @@ def test_published_figures_are_shown_by_actor() -> None:
     assert found["num_requests_running",] == 3
     assert found["num_requests_waiting",] == 3
     assert found["num_requests_kept",] == 5
+    assert (found["num_prefixes_kept",], found["prefix_tokens_kept",]) == (2, 48)
     assert found["generation_tokens_total",] == 99
     assert ("kv_cache_usage_perc", "prefill") not in found
 

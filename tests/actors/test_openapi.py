@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
-from scripted_sessions import MODEL, ScriptedSession, ScriptedSessions, served
+from scripted_sessions import KEPT, MODEL, ScriptedSession, ScriptedSessions, served
 
 from actors.doors.http import serve_http
 from actors.doors.openapi import openapi_document
@@ -71,7 +71,9 @@ def test_all_references_lead_somewhere() -> None:
     assert references(DOCUMENT) == schemas
 
 
-@pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"])
+@pytest.mark.parametrize(
+    "name", ["ChatRequest", "CompletionRequest", "PrefixRequest", "TokenizeRequest", "DetokenizeRequest"]
+)
 def test_every_parameter_is_in_the_readme(name: str) -> None:
     text = README.read_text(encoding="utf-8")
     section = text[text.index("## What a request may say") : text.index("## Event streams")]
@@ -90,7 +92,8 @@ async def test_every_route_is_served_as_described() -> None:
         assert paths.keys() == DOCUMENT["paths"].keys()
         for path, item in paths.items():
             for method in {"get", "post", "put", "delete", "options"}:
-                response = await door.client.request(method, path.replace("{model}", MODEL.name))
+                there = path.replace("{model}", MODEL.name).replace("{prefix}", KEPT.name)
+                response = await door.client.request(method, there)
                 if method in item:
                     assert str(response.status_code) in item[method]["responses"], path
                     assert response.status_code != 404
