@@ -16,7 +16,7 @@ from actors.choice import Choice, Fold
 from actors.grace import GracePeriod
 from actors.metrics import Exposition, RequestMetrics, SystemCollector
 from actors.open_request import OpenRequest, Reader
-from actors.prefixes import PrefixKeeper
+from actors.prefixes import PrefixKeeper, Surroundings
 from actors.sessions import Draining, Generation, NotKept, QueueFull, Refused
 from actors.shell import Actor
 from engine.core import Send
@@ -74,14 +74,10 @@ class GatewayActor(Actor):
         table = topology.gateway[self.me.name]
         self._grace = GracePeriod(table.resume_grace_s, table.resume_most)
         self._reserved = Fairness(reserve=topology.scheduler.reserve).reserved(table.max_open)
-        others = {
-            actor.ordinal: actor.name
-            for actor in topology.actors()
-            if actor.kind == "gateway" and actor.name != self.me.name
-        }
+        around = Surroundings.of(self.me.name, topology)
         allocator = topology.allocator_of(self.me.name)
         pins = Pins(self.me, self.boot.ordinal, self.boot.page_shape.tokens, allocator=allocator)
-        self.prefixes = PrefixKeeper(pins, self.core, self._reserved, others, self._apply)
+        self.prefixes = PrefixKeeper(pins, self.core, self._reserved, around, self._apply)
         self._left = trio.Event()
         """Somebody waits in there who did not when it was last looked at."""
         self._logs_tokens = topology.launch.log_level == "debug"

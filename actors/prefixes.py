@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 import trio
@@ -21,13 +21,14 @@ from engine.pins import MOST_PINS, Cease, Fill, PinsFull, Settled
 from engine.sampling import GREEDY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from engine.core import Send, Statistics
     from engine.ids import SequenceKey
     from engine.ledger import Effect, Ledger
     from engine.messages import Member, PinFact
     from engine.pins import Pin, PinEffect, Pins, Prefix
+    from engine.topology import Topology
 
 log = structlog.get_logger()
 
@@ -35,6 +36,26 @@ KEEP_S = 120.0
 """How long a client waits at most until its prefix is filled and pinned."""
 LAST_PRIORITY = 1000
 """Behind everything that clients can ask for themselves."""
+
+
+class Surroundings(NamedTuple):
+    """What a gateway's keeper of prefixes has to know of the topology."""
+
+    other_gateways: dict[int, str]
+    """By ordinal."""
+    other_workers: frozenset[str]
+    """On other hosts: what they fill is not in the pool of this one."""
+
+    @classmethod
+    def of(cls, gateway: str, topology: Topology) -> Surroundings:
+        """Those of a gateway."""
+        others = {
+            actor.ordinal: actor.name
+            for actor in topology.actors()
+            if actor.kind == "gateway" and actor.name != gateway
+        }
+        here = topology.workers_on(topology.host_of(gateway))
+        return cls(others, frozenset(topology.worker) - frozenset(here))
 
 
 class PrefixKeeper:
@@ -45,17 +66,14 @@ class PrefixKeeper:
         pins: Pins,
         ledger: Ledger,
         reserved: int,
-        gateways: Mapping[int, str],
+        around: Surroundings,
         apply: Callable[[Iterable[Effect]], None],
     ) -> None:
-        """`reserved`: places that are not for filling; `gateways`: the names of the others, by ordinal.
-
-        `apply` performs what the ledger or a pin decided.
-        """
+        """`reserved`: places that are not for filling; `apply` performs what the ledger or a pin decided."""
         self.core = pins
         self._ledger = ledger
         self._reserved = reserved
-        self._gateways = gateways
+        self._around = around
         self._apply = apply
         self._fills: dict[SequenceKey, str] = {}
         """The open requests that nobody sees, and the pins that they fill."""
@@ -129,7 +147,7 @@ class PrefixKeeper:
 
     def _why_not(self, name: str) -> str:
         number = parse_prefix_name(name)
-        other = None if number is None else self._gateways.get(owner_of(number)[0])
+        other = None if number is None else self._around.other_gateways.get(owner_of(number)[0])
         if other is not None:
             return f"it belongs to the gateway {other!r}"
         return "it never was, its time is over, or its gateway was started again"
@@ -221,6 +239,7 @@ class PrefixKeeper:
             client=fill.prefix.client,
             priority=LAST_PRIORITY,
             cache_salt=fill.prefix.salt,
+            avoids=self._around.other_workers,
         )
         self._fills[key] = fill.name
         log.info("prefix_filling", prefix=fill.name, request_id=request_name(key.request))

@@ -137,6 +137,8 @@ class Entry:
     """Workers that may hold a sequence of the current term."""
     excluding: set[Incarnation] = field(default_factory=set)
     """Workers that it was placed with and that this gateway did not know."""
+    avoids: frozenset[str] = frozenset()
+    """Names of workers where it would be of no use."""
     starts: int = 0
     """Times that a worker may have begun with it."""
     cached: Cached | None = None
@@ -198,10 +200,12 @@ class Ledger:
         priority: int = 0,
         keepsake: bytes = b"",
         cache_salt: str = "",
+        avoids: frozenset[str] = frozenset(),
     ) -> tuple[tuple[SequenceKey, ...], list[Effect]]:
         """Open the logs of a new request's choices, from the index that `sampling` has on, and submit them.
 
-        LedgerFull when there are not enough slots; ValueError when it does not fit one.
+        `avoids`: names of workers where it would be of no use. LedgerFull when there are not enough slots;
+        ValueError when it does not fit one.
         """
         if not 0 < len(prompt) < limit <= self.arena.capacity:
             raise ValueError(f"{len(prompt)} prompt tokens, {limit} in all, room for {self.arena.capacity}")
@@ -227,7 +231,8 @@ class Ledger:
             slot = self._free_slots[-1]
             self.arena.open(slot, request, choice, prompt, msgspec.msgpack.encode(record))
             self._free_slots.pop()
-            entry = Entry(SequenceKey(request, choice), slot, record, list(prompt), len(prompt))
+            key = SequenceKey(request, choice)
+            entry = Entry(key, slot, record, list(prompt), len(prompt), avoids=avoids)
             self._entries[entry.key] = entry
             opened.append(entry)
         self._counter += 1
@@ -305,7 +310,7 @@ class Ledger:
         for entry in self._entries.values():
             known = entry.excluding & self._alive
             entry.excluding -= known
-            if news or known:
+            if news or known or any(member.name in entry.avoids for member in up):
                 effects.append(self._fact(entry))
         return effects
 
@@ -343,9 +348,9 @@ class Ledger:
         self._set_term(entry, entry.term + 1)
         entry.prefill, entry.decode = message.prefill, message.decode
         entry.holders = {message.prefill, message.decode}
-        if unknown := entry.holders - self._alive:
+        if wrong := {who for who in entry.holders if who not in self._alive or who.name in entry.avoids}:
             # Dead, or too new for this gateway's roster: without a word the scheduler would say it again.
-            entry.excluding |= unknown
+            entry.excluding |= wrong
             return self._take_back(entry, None)
         record = entry.record
         spec = SequenceSpec(
@@ -465,6 +470,7 @@ class Ledger:
 
     def _fact(self, entry: Entry) -> Send:
         tells = self._tells_tokens and entry.state is RequestState.WAITING
+        excluding = entry.excluding | {who for who in self._alive if who.name in entry.avoids}
         return Send(
             "scheduler",
             RequestFact(
@@ -476,7 +482,7 @@ class Ledger:
                 entry.record.limit,
                 entry.prefill,
                 entry.decode,
-                tuple(sorted(entry.excluding)),
+                tuple(sorted(excluding)),
                 entry.record.client,
                 entry.record.priority,
                 token_bytes(entry.log) if tells else b"",

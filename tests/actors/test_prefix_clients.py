@@ -418,3 +418,27 @@ async def test_another_gateways_prefix_is_said_to_be(
         again = next(gateway for gateway in system.gateways() if gateway.me.name == front.me.name)
         with pytest.raises(NotKept, match="started again"):
             again.prefixes.find("", kept.name)
+
+
+@pytest.mark.parametrize("victim", [None, "both-a", "allocator-a"])
+async def test_of_several_hosts_it_is_kept_at_the_gateways(
+    victim: str | None, start_system: StartSystem, autojump_clock: MockClock
+) -> None:
+    """Wherever there is more room to compute it, or another host has it already."""
+    system = await start_system("two-hosts")
+    with trio.fail_after(600):
+        async with trio.open_nursery() as nursery:
+            for number in range(20):
+                nursery.start_soon(found, system, f"{number:02} and " + SHARED)
+            nursery.start_soon(found, system, SHARED)
+            if victim is not None:
+                system.kill_actor(victim)
+            kept = await keep(system)
+            assert kept.pinned_tokens == WHOLE
+
+        def there() -> bool:
+            figures = {name: system.actor(name).statistics() for name in ("allocator-a", "allocator-b")}
+            kept_at = {name: (told["prefixes_pinned"], told["pages_kept"]) for name, told in figures.items()}
+            return kept_at == {"allocator-a": (1, 5), "allocator-b": (0, 0)}
+
+        await system.until(there)

@@ -670,3 +670,19 @@ def test_a_placement_with_an_unknown_worker_is_not_asked_for_again_until_it_is_k
     assert [type(send.message) for send in desk.place(key, PREFILL, newer) if isinstance(send, Send)] == [
         StartPrefill
     ]
+
+
+def test_workers_where_it_is_of_no_use_are_excluded_in_every_life_of_theirs() -> None:
+    desk = Desk()
+    (key,), effects = desk.core.open(
+        PROMPT, 20, (1,), SamplingParams(), 1.5, avoids=frozenset({"d", "elsewhere"})
+    )
+    assert fact(effects).excluding == (DECODE,)
+    newer = Incarnation("elsewhere", 2)
+    effects = desk.core.peers([member(newer)], [DECODE], 0.0)
+    desk.core.check()
+    assert fact(effects).excluding == (newer,)
+    effects = desk.place(key, PREFILL, newer)
+    assert not messages(effects, StartPrefill), "the scheduler had not heard of it yet"
+    assert fact(effects).excluding == (newer,)
+    assert messages(desk.place(key, PREFILL, BOTH), StartPrefill)
