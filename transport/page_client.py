@@ -1,7 +1,7 @@
 """The side that connects: one connection for many calls, made when there is something to do.
 
 Only `run` talks; a call waits for its job in the line (`transport.page_jobs`). A cut connection is made
-again, at first at once and then with waits that double, and goes on with the pages that are not settled. A
+again, with waits that double while it brings nothing, and goes on with the pages that are not settled. A
 call that is cancelled leaves nobody who wants its pages: nothing more is written for it, and the connection
 goes on for the others.
 """

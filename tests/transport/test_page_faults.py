@@ -187,6 +187,13 @@ def test_a_path_that_never_brings_a_page_is_given_up_in_time(kind: str, fault: F
     assert transfer.client.statistics().pages == 0
 
 
+def test_a_path_that_brings_pages_between_cuts_is_not_waited_for_longer_and_longer() -> None:
+    transfer = Transfer("pull", [("to client", "cut", 260)] * 8, pages=40)
+    assert transfer.run() == [True] * 40
+    assert transfer.path.connections == 9
+    assert transfer.took_s < 8 * 0.02 + 0.1  # 5.1 s if every wait were twice the last one
+
+
 faults = st.lists(
     st.tuples(st.sampled_from(WAYS), st.sampled_from(["cut", "silence"]), st.integers(PREAMBLE_BYTES, 600)),
     max_size=12,

@@ -239,6 +239,21 @@ async def test_a_page_that_does_not_match_its_checksum_is_counted_and_not_stored
     assert not desk.world.stored_targets
 
 
+async def test_a_page_nobody_wants_any_more_when_its_verdict_comes_is_not_stored(desk: Desk) -> None:
+    page = desk.world.page(1)
+    async with desk.connection() as (_, wire):
+        await desk.greet(wire, does="send")
+        give = Give(1, [GivenPage(PageRef(MAIN, 2, 1), zlib.crc32(page))])
+        await wire.send(give, [memoryview(page)])
+        await trio.testing.wait_all_tasks_blocked()
+        assert desk.world.mains.slot(PageRef(MAIN, 2, 1)) == page
+        desk.world.refused.add(2)
+        await wire.send(Verdict(1, [True]))
+        assert await wire.receive(Receipt) == Receipt(1, [False])
+    assert not desk.world.stored_targets
+    assert desk.server.statistics().absent == 1
+
+
 async def test_connections_that_say_nothing_are_few_and_short(
     desk: Desk, autojump_clock: trio.testing.MockClock
 ) -> None:
