@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from actors.boot import World
-    from engine.batching import Plan
+    from engine.batching import PageFork, Plan
     from engine.core import Send, Statistics
     from engine.ids import Incarnation
     from engine.messages import Member, Message, ToWorker
@@ -87,7 +87,7 @@ class WorkerActor(Actor):
             began = trio.current_time()
             rows = rows_of(plan, self.backend.config.vocab_size)
             full = full_pages(plan, self.boot.page_shape.tokens)
-            result, checksums = await self.world.compute(partial(self._compute, rows, full))
+            result, checksums = await self.world.compute(partial(self._compute, rows, plan.forks, full))
             now = trio.current_time()
             self._count(plan, now - began)
             if self._logs_steps:
@@ -95,8 +95,12 @@ class WorkerActor(Actor):
             tokens = result.tokens.tolist()
             self._tell(self.core.complete(plan, tokens, now, result.logprobs, checksums))
 
-    def _compute(self, rows: Rows, full: Sequence[PageRef]) -> tuple[StepResult, dict[int, int]]:
+    def _compute(
+        self, rows: Rows, forks: Iterable[PageFork], full: Iterable[PageRef]
+    ) -> tuple[StepResult, dict[int, int]]:
         """One step, and the checksums of the pages that it fills, while they are in the caches still."""
+        for fork in forks:
+            self._pages.slot(fork.target)[:] = self._pages.slot(fork.source)
         result = self.backend.step(rows)
         return result, {page.index: checksum(self._pages.slot(page)) for page in full}
 

@@ -62,6 +62,8 @@ class Sequence:
     """Steps in a row in which its client got no row while it was filling."""
     seeks: bool = False
     """It waits for the allocator's word on pages that are there, or on their way: nothing is computed."""
+    forks: bool = False
+    """It may go on from a copy of the page that a sibling is writing."""
     known: bool = False
     """The allocator counts it as one that is being filled."""
     taken: int = 0
@@ -136,12 +138,22 @@ class Lease:
         return tuple(self._pages)
 
 
+class PageFork(NamedTuple):
+    """A page that is copied before the step: from there on each of the two sequences writes its own."""
+
+    sibling: Sequence
+    source: PageRef
+    target: PageRef
+
+
 class Plan(NamedTuple):
     """One step."""
 
     slices: tuple[Slice, ...]
     missing: int
     """Pages for want of which sequences stand still."""
+    forks: tuple[PageFork, ...] = ()
+    """To be copied first; a sibling's slots that are copied are not written in this step."""
 
     @property
     def rows(self) -> int:
@@ -168,6 +180,7 @@ def plan_step(
     """
     budget = limits.step_tokens
     slices: list[Slice] = []
+    forks: list[PageFork] = []
     missing = 0
 
     def compute(sequence: Sequence, count: int) -> None:
@@ -184,6 +197,8 @@ def plan_step(
     runnable = [sequence for sequence in sequences if not sequence.doomed and not sequence.seeks]
     decoding = [s for s in runnable if s.state is SequenceState.DECODE]
     for sequence in decoding[: limits.decode_slots]:
+        if sequence.forks and budget and len(lease):
+            forks += fork_page(sequence, decoding, lease, table, holds)
         compute(sequence, min(sequence.behind, budget))
     filling = [sequence for sequence in runnable if sequence.state is SequenceState.PREFILL]
     dealt = deal_rows(filling, budget)
@@ -192,7 +207,31 @@ def plan_step(
     served = {sequence.spec.client for sequence, _ in dealt}
     for sequence in filling:
         sequence.passed = 0 if sequence.spec.client in served else sequence.passed + 1
-    return Plan(tuple(slices), missing)
+    return Plan(tuple(slices), missing, tuple(forks))
+
+
+def fork_page(
+    sequence: Sequence, siblings: Iterable[Sequence], lease: Lease, table: PageTable, holds: memoryview
+) -> list[PageFork]:
+    """Copy on write: take over the begun page of a sibling as far as the two logs are equal.
+
+    The sibling goes on writing its own; what it has computed of the page is a function of the log.
+    """
+    sequence.forks = False
+    size, start = table.page_tokens, sequence.computed
+    block = start // size
+    for sibling in siblings:
+        end = min(sibling.computed, len(sequence.log) - 1, (block + 1) * size - 1)
+        same = sibling.key.request == sequence.key.request and sibling is not sequence
+        if same and end > start and sibling.log[:end] == sequence.log[:end]:
+            page, key = lease.take(), sequence.key
+            holds[page.index] = 1
+            table.open(page.index, key.request, key.choice, sequence.term, block)
+            table.fill(page.index, end - start)
+            sequence.pages.append(page)
+            sequence.computed = end
+            return [PageFork(sibling, sibling.pages[block], page)]
+    return []
 
 
 def deal_rows(filling: Iterable[Sequence], rows: int) -> list[tuple[Sequence, int]]:

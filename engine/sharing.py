@@ -1,6 +1,6 @@
 """Pages that several choices of one request read, and what a new choice may share of a sibling.
 
-    only full, SEALED pages are shared: nobody writes them again, so nothing is ever copied
+    only full, SEALED pages are shared: nobody writes them again (begun ones are copied, `batching.fork_page`)
     holders of a page = sequences of this worker in whose block table it is
     a page is released once, by the last of them that lets it go
 

@@ -129,6 +129,7 @@ class Worker:
         self.tokens_filled = 0
         self.pages_refused = 0
         self.positions_shared = 0
+        self.pages_forked = 0
 
     # ── events ────────────────────────────────────────────────────────────────────────────────
 
@@ -196,6 +197,10 @@ class Worker:
             return None, sends
         for piece in plan.slices:
             piece.sequence.running = True
+        for fork in plan.forks:
+            # Its page is read by the step.
+            fork.sibling.running = True
+        self.pages_forked += len(plan.forks)
         self._running = plan
         return plan, sends
 
@@ -245,6 +250,10 @@ class Worker:
                     released += self._drop(sequence)
             elif sequence.state is SequenceState.PREFILL and sequence.computed == sequence.end:
                 sends += self._offer(sequence)
+        for sibling in (fork.sibling for fork in plan.forks if fork.sibling.running):
+            sibling.running = False
+            if sibling.doomed:
+                released += self._drop(sibling)
         sends += [Send(gateway, StepTokens(tuple(batch))) for gateway, batch in rows.items()]
         return sends + self._released(released)
 
@@ -278,6 +287,7 @@ class Worker:
         chain = chain_of(self._root(spec), spec.log, filled, self.limits.page_tokens)
         sequence = begin(spec, message.term, message.decode, chain, filled, pages)
         self._sequences[spec.key, message.term] = sequence
+        sequence.forks = shared is not None
         self._hold(pages)
         self.positions_shared += filled
         if self.limits.prefix_cache and shared is None and self._whole_pages(sequence):
@@ -582,6 +592,7 @@ class Worker:
             "steps": self.steps,
             "tokens_filled": self.tokens_filled,
             "positions_shared": self.positions_shared,
+            "pages_forked": self.pages_forked,
             "tokens_out": self.tokens_out,
             "hand_overs_refused": self.pages_refused,
         }
