@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from actors.doors.intake import Asked
-    from actors.doors.openai_response import PrefixObject
     from actors.sessions import Session, Sessions
 
 Scope = MutableMapping[str, Any]
@@ -255,21 +254,7 @@ class HttpDoor:
         body = await self._body(scope, client)
         if body is None:
             return
-        kept: PrefixObject | ApiError | None = None
-        async with trio.open_nursery() as nursery:
-
-            async def watch() -> None:
-                await client.wait_gone()
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(watch)
-            try:
-                kept = await self._prefixes.keep(body, client=_key(scope))
-            except ApiError as refusal:
-                kept = refusal
-            nursery.cancel_scope.cancel()
-        if isinstance(kept, ApiError):
-            raise kept
+        kept = await self._prefixes.keep(body, client.wait_gone, client=_key(scope))
         if kept is not None:
             await client.send_json(200, kept)
 

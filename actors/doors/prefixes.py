@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import trio
+
 from actors.doors.intake import RETRY_AFTER_S
 from actors.doors.openai_error import ApiError
 from actors.doors.openai_response import DeletedPrefix, PrefixList, PrefixObject
@@ -26,6 +28,8 @@ from actors.sessions import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from actors.doors.intake import Intake
     from actors.sessions import KeptPrefix, Sessions
 
@@ -39,13 +43,30 @@ class PrefixDoor:
         self._prefixes = sessions.prefixes
         self._intake = intake
 
-    async def keep(self, body: bytes, *, client: str = "") -> PrefixObject:
-        """Keep what a body says; cancelled, it is kept no longer. `client`: the API key that asks."""
+    async def keep(
+        self, body: bytes, gone: Callable[[], Awaitable[None]], *, client: str = ""
+    ) -> PrefixObject | None:
+        """Keep what a body says. `client`: the API key that asks.
+
+        When `gone` returns before all is there nobody is to be told, and nothing is kept: None.
+        """
         prefix = await self._intake.prefix(body, client=client)
-        try:
-            return _object(await self._prefixes.keep(prefix))
-        except Refused as refusal:
-            raise _as_error(refusal) from None
+        kept: KeptPrefix | Refused | None = None
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                await gone()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            try:
+                kept = await self._prefixes.keep(prefix)
+            except Refused as refusal:
+                kept = refusal
+            nursery.cancel_scope.cancel()
+        if isinstance(kept, Refused):
+            raise _as_error(kept)
+        return None if kept is None else _object(kept)
 
     def kept(self, *, client: str = "") -> PrefixList:
         """All that is kept for a client, the oldest first."""
