@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from transport.writers import WriterLocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from engine.model import ModelConfig
     from kernels.backend import Backend
@@ -107,6 +109,8 @@ class World:
     segments: Mapping[str, memoryview]
     compute: Compute
     open_backend: Callable[[Boot, memoryview], Backend]
+    writing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What a thread of a worker, not its main one, holds while it writes pages outside of a step."""
     gone: Callable[[int, int], bool | None] = lambda ordinal, epoch: None
     """Whether all threads of an incarnation that could write have ended; None: only its reaping tells."""
     network: bool = False

@@ -196,6 +196,7 @@ async def live(boot: Boot) -> None:
             compute=in_thread,
             open_backend=partial(open_backend, locks),
             gone=locks.gone,
+            writing=partial(locks.writing, boot.ordinal, boot.epoch),
             network=True,
             serve_door=partial(serve_doors, boot) if boot.listener is not None else None,
         )

@@ -61,6 +61,7 @@ class WorkerActor(Actor):
             limits,
             allocator=self.boot.topology.allocator_of(self.me.name),
             replicator=self.boot.topology.replicator_of(self.me.name),
+            host=self.host,
         )
         self._pages = PagePool(POOL_NUMBER, world.segments[POOL], self.boot.page_shape.page_bytes)
         self._news = trio.Event()
@@ -96,11 +97,13 @@ class WorkerActor(Actor):
             self._tell(self.core.complete(plan, tokens, now, result.logprobs, checksums))
 
     def _compute(
-        self, rows: Rows, forks: Iterable[PageFork], full: Iterable[PageRef]
+        self, rows: Rows, forks: Sequence[PageFork], full: Iterable[PageRef]
     ) -> tuple[StepResult, dict[int, int]]:
         """One step, and the checksums of the pages that it fills, while they are in the caches still."""
-        for fork in forks:
-            self._pages.slot(fork.target)[:] = self._pages.slot(fork.source)
+        if forks:
+            with self.world.writing():
+                for fork in forks:
+                    self._pages.slot(fork.target)[:] = self._pages.slot(fork.source)
         result = self.backend.step(rows)
         return result, {page.index: checksum(self._pages.slot(page)) for page in full}
 

@@ -42,9 +42,14 @@ import functools
 import os
 import platform
 import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from engine.errors import StartError
 from transport.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MAGIC = 0x3130_6B63_6F4C_7257
 """`WrLock01` in memory: another layout has another."""
@@ -52,6 +57,8 @@ MAGIC = 0x3130_6B63_6F4C_7257
 RECORD = 64
 MAIN = 0
 """The slot of a process's main thread."""
+CALLER = 1
+"""The slot of whichever thread writes pages just now: for a step, or to copy one."""
 
 FUTEX_OWNER_DIED = 0x4000_0000
 FUTEX_TID_MASK = 0x3FFF_FFFF
@@ -158,6 +165,15 @@ class WriterLocks:
         self._check(ordinal, slot)
         if code := _libc().pthread_mutex_unlock(self._mutex(ordinal, slot)):
             raise ValueError(f"slot {slot} of actor {ordinal} cannot be released: {os.strerror(code)}")
+
+    @contextmanager
+    def writing(self, ordinal: int, epoch: int) -> Iterator[None]:
+        """Hold the caller's slot while the calling thread, not the main one, writes pages; as `hold`."""
+        self.hold(ordinal, CALLER, epoch)
+        try:
+            yield
+        finally:
+            self.release(ordinal, CALLER)
 
     def slots(self, ordinal: int) -> memoryview:
         """The records of an actor's slots, checked, for threads that hold them by themselves.

@@ -50,6 +50,10 @@ def obey(slot):
         try:
             if word == "hold":
                 locks.hold(ordinal, slot, epoch)
+            elif word == "write":
+                with locks.writing(ordinal, epoch):
+                    print("writing", flush=True)
+                    tasks[slot].get()
             elif word == "release":
                 locks.release(ordinal, slot)
             elif word == "declare":
@@ -244,6 +248,18 @@ def test_without_its_main_thread_no_thread_begins_to_write(segment: Segment) -> 
     assert incarnation.tell(1, "release") == "done"
     assert segment.gone(1) is True
     assert incarnation.tell(1, "hold").startswith("StartError")
+    assert segment.gone(1) is True
+
+
+def test_who_writes_for_a_moment_holds_for_that_moment(segment: Segment) -> None:
+    incarnation = segment.start(1, 1)
+    assert incarnation.tell(MAIN, "declare 2") == "done"
+    assert incarnation.tell(2, "write") == "writing"
+    incarnation.lose_main_thread()
+    assert segment.gone(1) is False
+    assert incarnation.tell(2, "enough") == "done"
+    assert segment.gone(1) is True
+    assert incarnation.tell(3, "write").startswith("StartError")
     assert segment.gone(1) is True
 
 
