@@ -347,7 +347,7 @@ class Allocator:
         return self._pages.census({self._owner(dead) for dead in self._departed})
 
     def check(self) -> None:
-        self._pages.check()
+        self._pages.check(map(self._owner, self._workers))
         self._prefixes.check()
         self._leases.check(self._owner, self._doubted)
         self._pinned.check()

@@ -114,14 +114,15 @@ class Pages:
                 count[state.name.lower()] += 1
         return count
 
-    def check(self) -> None:
+    def check(self, living: Iterable[Owner]) -> None:
+        """`living`: the workers that the allocator thinks alive."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is twice in the free list"
         assert free == set(self.in_state(PageState.FREE)), "the free list is not what the table says"
         self.cache.check()
         if self.may_evict:
             # The other way round need not be: word that a page is let go of may be under way.
-            held = [
-                page for page in range(self.table.pages) if self.cache.is_idle(page) and self.cache.held(page)
-            ]
-            assert not held, f"pages {held} are held and may be evicted"
+            for owner in living:
+                row = self.table.holders(owner) or ()
+                held = [page for page, holds in enumerate(row) if holds and self.cache.is_idle(page)]
+                assert not held, f"pages {held} are held by {owner} and may be evicted"

@@ -96,13 +96,25 @@ class PrefixCache:
         return pages
 
     def evict(self, count: int) -> list[int]:
-        """Forget so many idle pages, or as many as there are; the caller frees them."""
-        pages = self.policy.victims(min(count, len(self._idle)))
-        for page in pages:
-            self.remove(page)
+        """Forget so many idle pages, or as many as there are; the caller frees them.
+
+        Whoever is thought dead and has not ended may hold one by now that was granted to it before.
+        """
+        pages: list[int] = []
+        while victims := self.policy.victims(min(count - len(pages), len(self._idle))):
+            for page in victims:
+                if self.held(page):
+                    # Neither this one goes nor what is before it.
+                    self.look(page)
+                    break
+                self.remove(page)
+                pages.append(page)
         while len(pages) < count and self._idle:
             # Its children are held, by sequences that filled the same pages beside it: no leaf is left.
             page = max(self._idle, key=self.table.block)
+            if self.held(page):
+                self.look(page)
+                continue
             for child in self._behind(page):
                 self.remove(child)
             self.remove(page)

@@ -213,6 +213,22 @@ def test_an_idle_parent_goes_with_what_is_behind_it_when_all_leaves_are_held() -
     assert shelf.evict(9) == [first]
 
 
+def test_a_page_that_is_held_unheard_of_is_not_evicted_nor_what_is_before_it() -> None:
+    """Field report 14: a worker that is thought dead takes a grant that was on its way."""
+    shelf = Shelf()
+    first, second, third = shelf.log(1, 2, 3)
+    other, *_ = shelf.log(5)
+    shelf.row[second] = 1
+    assert shelf.evict(1) == [third]
+    assert shelf.evict(9) == [other, first], "what is before goes when nothing else is left"
+    assert second not in shelf.cache
+    shelf = Shelf()
+    [page] = shelf.log(1)
+    shelf.row[page] = 1
+    assert shelf.evict(1) == []
+    assert not shelf.cache.is_idle(page)
+
+
 def test_pinned_pages_behind_an_evicted_parent_are_returned_when_they_are_let_go() -> None:
     shelf = Shelf()
     first, second = shelf.log(1, 2)

@@ -3,7 +3,10 @@
 The world delivers, kills and restarts in whatever order a test says. Its "model" is a hash of the
 token log as read back *from the pages*, so that a page used twice, freed too early, shared or handed
 over wrongly changes the tokens of somebody, and of the index of the choice, so that a mix-up of the
-choices of one request does.
+choices of one request does. A row also remembers the identity of its worker and the salt of its request.
+
+A worker that is killed may be a ghost for a while: nobody lists it any more, but it goes on with what it
+knows, or writes anything into the pages that it could write, until it is proven gone.
 """
 
 from __future__ import annotations
@@ -13,19 +16,24 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tables import OldestFirst, page_table
+
 from engine.allocator import Allocator
 from engine.core import Send
 from engine.ids import Incarnation, SequenceKey
-from engine.layout import TokenLogArena
+from engine.layout import Owner, TokenLogArena
 from engine.ledger import Closed, Committed, Ledger, LedgerFull
-from engine.messages import Member, Roster
+from engine.lifecycle import PageState, SequenceState
+from engine.messages import LeaseGranted, Member, PrefixGranted, Roster
 from engine.sampling import GREEDY
 from engine.scheduler import Scheduler
 from engine.worker import Worker, WorkerLimits
-from tables import OldestFirst, page_table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from engine.batching import Plan
+    from engine.shapes import PageRef
 
 PAGE_TOKENS = 4
 SLOTS = 8
@@ -60,12 +68,21 @@ class Alive:
     newest: dict[str, int] = field(default_factory=dict)
     version: int = 0
     step: Plan | None = None
+    mad: bool = False
+    """A ghost that has written at random: it does nothing that makes sense any more."""
 
 
 class World:
     """A gateway, a scheduler, an allocator, and workers of the given roles."""
 
-    def __init__(self, roles: dict[str, str], pages: int) -> None:
+    def __init__(
+        self,
+        roles: dict[str, str],
+        pages: int,
+        identity: Callable[[Incarnation], str] = lambda worker: "",
+    ) -> None:
+        """`identity`: what the keys and values of a worker depend on."""
+        self.identity = identity
         self.roles = roles
         self.names = ["scheduler", "allocator", "gateway", *roles]
         self.pages = pages
@@ -73,9 +90,11 @@ class World:
         self.arena = TokenLogArena(
             memoryview(bytearray(SLOTS * TokenLogArena.slot_bytes(CAPACITY))), SLOTS, CAPACITY
         )
-        self.pool: dict[tuple[int, int], tuple[int, int]] = {}
+        self.pool: dict[tuple[int, int], tuple[int, int, str, str]] = {}
+        """Position, token, identity and salt of each row that was written, by page and slot."""
         self.epochs = dict.fromkeys(self.names, 0)
         self.alive: dict[str, Alive] = {}
+        self.ghosts: dict[Incarnation, Alive] = {}
         self.queues: dict[tuple[Incarnation, Incarnation], deque[object]] = {}
         self.rosters: dict[Incarnation, deque[Roster]] = {}
         self.version = 0
@@ -90,6 +109,8 @@ class World:
 
     def start(self, name: str) -> None:
         """Start the next incarnation of an actor; the roster goes to everybody, in its own time."""
+        for ghost in [ghost for ghost in self.ghosts if ghost.name == name]:
+            self.prove_gone(ghost)
         self.epochs[name] += 1
         ordinal = self.names.index(name)
         me = Incarnation(name, self.epochs[name])
@@ -98,7 +119,8 @@ class World:
         if name == "scheduler":
             core = Scheduler(PAGE_TOKENS)
         elif name == "allocator":
-            core = Allocator(self.table, {n: i for i, n in enumerate(self.names)}, OldestFirst())
+            ordinals = {n: i for i, n in enumerate(self.names)}
+            core = Allocator(self.table, ordinals, OldestFirst(), self._is_gone)
         elif name == "gateway":
             core = Ledger(me, ordinal, self.arena, range(SLOTS))
             adopted = {entry.key: entry for entries in core.adopted.values() for entry in entries}
@@ -114,56 +136,110 @@ class World:
                 lease_ahead=1,
             )
             core = Worker(me, ordinal, self.table, limits)
+            core.identity = self.identity(me)
         self.alive[name] = Alive(Member(name, kind, ordinal, me.epoch, "", True), core)  # type: ignore[arg-type]
         self.rosters[me] = deque()
         self._announce()
 
-    def kill(self, name: str) -> None:
-        """End an actor. A running step may have written any part of its rows."""
+    def kill(self, name: str, *, ghost: bool = False) -> None:
+        """End an actor. A running step may have written any part of its rows.
+
+        A `ghost` is a worker that is thought dead, and may write until it is proven gone.
+        """
         actor = self.alive.pop(name)
-        self.rosters.pop(actor.member.incarnation)
-        if actor.step is not None:
-            for piece in actor.step.slices[::2]:
-                self._write(piece)
+        if ghost and name in self.roles:
+            self.ghosts[actor.member.incarnation] = actor
+        else:
+            self.rosters.pop(actor.member.incarnation)
+            if actor.step is not None:
+                for piece in actor.step.slices[::2]:
+                    self._write(actor.core, piece)
         self._announce()
+
+    def prove_gone(self, ghost: Incarnation) -> None:
+        """The last thread of a ghost has ended; nobody but the allocator asks."""
+        del self.ghosts[ghost]
+        self.rosters.pop(ghost)
+        self._announce()
+
+    def _is_gone(self, owner: Owner) -> bool:
+        return not any(Owner(a.member.ordinal, a.member.epoch) == owner for a in self.ghosts.values())
+
+    def go_mad(self, ghost: Incarnation) -> None:
+        """It writes into everything that it may write, by what it knows: poison for whoever reads it."""
+        actor = self.ghosts[ghost]
+        actor.mad = True
+        for page in self._writable(actor.core):
+            for slot in range(PAGE_TOKENS):
+                self.pool[page.index, slot] = (-2, -2, "", "")
+
+    @staticmethod
+    def _writable(core: Worker) -> set[PageRef]:
+        """The pages that a worker may write, as far as it knows."""
+        pages = set(core.lease.held())
+        for sequence in core.sequences:
+            if sequence.state is not SequenceState.OFFERED and not sequence.seeks:
+                pages.update(sequence.pages[sequence.computed // PAGE_TOKENS :])
+        return pages
 
     def _announce(self) -> None:
         self.version += 1
-        roster = Roster((1, self.version), tuple(actor.member for actor in self.alive.values()))
+        members = tuple(actor.member for actor in self.alive.values())
+        roster = Roster((1, self.version), members, tuple(sorted(self.ghosts)))
+        for edge in [edge for edge in self.queues if not self._lives(edge[1]) and edge[1] not in self.ghosts]:
+            del self.queues[edge]
         for actor in self.alive.values():
             self.rosters[actor.member.incarnation].append(roster)
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────
 
-    def deliverable(self) -> list[tuple[Incarnation, Incarnation] | Incarnation]:
-        """What could be delivered next: the head of a queue, or a roster."""
+    def _actor(self, incarnation: Incarnation) -> Alive | None:
+        """Whoever can take a message: one that lives, or a ghost that has not gone mad."""
+        actor = self.alive.get(incarnation.name)
+        if actor is not None and actor.member.incarnation == incarnation:
+            return actor
+        ghost = self.ghosts.get(incarnation)
+        return None if ghost is None or ghost.mad else ghost
+
+    def deliverable(self, *, ghosts: bool = False) -> list[tuple[Incarnation, Incarnation] | Incarnation]:
+        """What could be delivered next: the head of a queue, or a roster; to ghosts, or to who lives."""
         choices: list[tuple[Incarnation, Incarnation] | Incarnation] = [
-            actor.member.incarnation
-            for actor in self.alive.values()
-            if self.rosters[actor.member.incarnation]
+            incarnation
+            for incarnation, rosters in self.rosters.items()
+            if rosters and (incarnation in self.ghosts) == ghosts and self._actor(incarnation) is not None
         ]
-        for (source, target), queue in self.queues.items():
-            actor = self.alive.get(target.name)
-            if actor is None or actor.member.incarnation != target or not queue:
-                continue
-            known = actor.seen.get(source.name)
-            waits = (known is None or known.epoch != source.epoch) and source.epoch > actor.newest.get(
-                source.name, 0
-            )
-            if not waits:
-                choices.append((source, target))
-        return sorted(choices, key=repr)
+        choices += [
+            (source, target)
+            for (source, target), queue in self.queues.items()
+            if queue and (target in self.ghosts) == ghosts and self._may_hear(source, target)
+        ]
+        return sorted(choices, key=lambda c: (c, c) if isinstance(c, Incarnation) else c)
+
+    def _may_hear(self, source: Incarnation, target: Incarnation) -> bool:
+        """Whether the roster of the target has come to the source; what is of a dead one is dropped."""
+        actor = self._actor(target)
+        if actor is None:
+            return False
+        known = actor.seen.get(source.name)
+        return (known is not None and known.epoch == source.epoch) or source.epoch <= actor.newest.get(
+            source.name, 0
+        )
 
     def deliver(self, choice: tuple[Incarnation, Incarnation] | Incarnation) -> None:
         """Deliver one roster or one message."""
         if isinstance(choice, Incarnation):
-            self._deliver_roster(self.alive[choice.name], self.rosters[choice].popleft())
+            actor = self._actor(choice)
+            assert actor is not None
+            self._deliver_roster(actor, self.rosters[choice].popleft())
             return
         source, target = choice
         message = self.queues[choice].popleft()
-        actor = self.alive[target.name]
+        actor = self._actor(target)
+        assert actor is not None
         known = actor.seen.get(source.name)
         if known is not None and known.epoch == source.epoch:
+            if isinstance(message, PrefixGranted) and self._lives(source) and self._lives(target):
+                self._check_hit(actor, message)
             self._act(actor, actor.core.handle(source, message, self.now))  # type: ignore[arg-type]
 
     def _deliver_roster(self, actor: Alive, roster: Roster) -> None:
@@ -179,6 +255,8 @@ class World:
         for effect in effects:
             match effect:
                 case Send(to=to, message=message):
+                    if isinstance(message, LeaseGranted) and self._lives(actor.member.incarnation):
+                        self._check_lease(message.pages)
                     name = to if isinstance(to, str) else to.name
                     member = actor.seen.get(name)
                     if member is not None and (isinstance(to, str) or member.incarnation == to):
@@ -211,6 +289,7 @@ class World:
         client: str = "",
         priority: int = 0,
         keepsake: bytes = b"",
+        salt: str = "",
     ) -> tuple[SequenceKey, ...]:
         """A client asks for n choices; none when nobody is there or there is no room."""
         if self.gateway is None:
@@ -227,6 +306,7 @@ class World:
                 client=client,
                 priority=priority,
                 keepsake=keepsake,
+                cache_salt=salt,
             )
         except LedgerFull:
             return ()
@@ -247,9 +327,12 @@ class World:
         if self.gateway is not None and not any(key.request == request for key in self.open):
             self.gateway.release([key for key in self.logs if key.request == request])
 
-    def begin_step(self, name: str) -> bool:
+    def _worker(self, which: str | Incarnation) -> Alive | None:
+        return self.alive.get(which) if isinstance(which, str) else self._actor(which)
+
+    def begin_step(self, which: str | Incarnation) -> bool:
         """A worker plans its next step; False when it is dead, busy or has nothing to do."""
-        actor = self.alive.get(name)
+        actor = self._worker(which)
         if actor is None or actor.step is not None:
             return False
         assert isinstance(actor.core, Worker)
@@ -258,37 +341,108 @@ class World:
         actor.step = plan
         return plan is not None
 
-    def end_step(self, name: str) -> bool:
+    def end_step(self, which: str | Incarnation) -> bool:
         """The step's rows are written and its tokens sampled."""
-        actor = self.alive.get(name)
+        actor = self._worker(which)
         if actor is None or actor.step is None:
             return False
         assert isinstance(actor.core, Worker)
         plan, actor.step = actor.step, None
-        tokens = [self._write(piece) for piece in plan.slices]
+        for fork in plan.forks:
+            for slot in range(PAGE_TOKENS):
+                row = self.pool.get((fork.source.index, slot))
+                if row is not None:
+                    self.pool[fork.target.index, slot] = row
+        tokens = [self._write(actor.core, piece) for piece in plan.slices]
         sampled = [token for token, piece in zip(tokens, plan.slices, strict=True) if piece.samples]
         self._act(actor, actor.core.complete(plan, sampled, self.now))  # type: ignore[arg-type]
         return True
 
-    def _write(self, piece) -> int:  # type: ignore[no-untyped-def]
+    def _write(self, core, piece) -> int:  # type: ignore[no-untyped-def]
         """Write the rows into the pages, then read the whole log back from them."""
         sequence = piece.sequence
+        kind = (core.identity, sequence.spec.cache_salt)
         for position in range(piece.start, piece.start + piece.length):
             page = sequence.pages[position // PAGE_TOKENS]
-            self.pool[page.index, position % PAGE_TOKENS] = (position, sequence.log[position])
-        log = []
-        for position in range(piece.start + piece.length):
-            page = sequence.pages[position // PAGE_TOKENS]
-            where, token = self.pool.get((page.index, position % PAGE_TOKENS), (-1, -1))
-            log.append(token if where == position else -1)
+            self.pool[page.index, position % PAGE_TOKENS] = (position, sequence.log[position], *kind)
+        log = self._read(sequence.pages, 0, piece.start + piece.length, kind)
         return next_token(log, sequence.spec.sampling.choice)
+
+    def _read(self, pages: Iterable[PageRef], start: int, count: int, kind: tuple[str, str]) -> list[int]:
+        """The tokens of so many positions from `start` on; −1 where the row of another one is."""
+        log = []
+        slots = ((page.index, slot) for page in pages for slot in range(PAGE_TOKENS))
+        for position, place in zip(range(start, start + count), slots, strict=False):
+            where, token, *of = self.pool.get(place, (-1, -1, "", ""))
+            log.append(token if (where, *of) == (position, *kind) else -1)
+        return log
+
+    # ── what must never be ────────────────────────────────────────────────────────────────────
+
+    def _lives(self, incarnation: Incarnation) -> bool:
+        actor = self.alive.get(incarnation.name)
+        return actor is not None and actor.member.incarnation == incarnation
+
+    def _check_hit(self, actor: Alive, message: PrefixGranted) -> None:
+        """What a worker is granted is sealed, and has the tokens of the log: all of them, and of its kind."""
+        assert isinstance(actor.core, Worker)
+        seeking = [
+            s for s in actor.core.sequences if (s.key, s.term) == (message.key, message.term) and s.seeks
+        ]
+        for sequence in seeking:
+            start = len(sequence.pages) * PAGE_TOKENS
+            count = len(message.pages) * PAGE_TOKENS
+            for page in message.pages:
+                assert self.table.is_current(page), f"{page} was freed between the grant and its taking"
+                assert self.table.state(page.index) is PageState.SEALED
+            found = self._read(message.pages, start, count, (actor.core.identity, sequence.spec.cache_salt))
+            assert tuple(found) == sequence.spec.log[start : start + count], "a page of another log"
+            assert start + count < len(sequence.spec.log), "the last token is always computed"
+            assert message.cached.tokens == count
+
+    def _check_lease(self, pages: Iterable[PageRef]) -> None:
+        """Nobody has, or may write, what is leased: neither who lives nor a ghost."""
+        leased = {page.index for page in pages}
+        for actor in (*self.alive.values(), *self.ghosts.values()):
+            if not isinstance(actor.core, Worker):
+                continue
+            may_write = {page.index for page in self._writable(actor.core)}
+            assert leased.isdisjoint(may_write), f"{actor.member.incarnation} may write what is leased"
+            for sequence in actor.core.sequences:
+                # What is offered may have been taken, and even freed, before the offerer hears of it.
+                if sequence.state is not SequenceState.OFFERED:
+                    read = {page.index for page in sequence.pages}
+                    assert leased.isdisjoint(read), f"{actor.member.incarnation} reads what is leased"
+        for (source, target), queue in self.queues.items():
+            if self._lives(source) and self._lives(target) and source.name == "allocator":
+                seen = self.alive[target.name].seen.get("allocator")
+                if seen is None or seen.epoch > source.epoch:
+                    continue
+                for message in queue:
+                    if isinstance(message, PrefixGranted) and self._wants(target, message):
+                        granted = {page.index for page in message.pages}
+                        assert leased.isdisjoint(granted), f"{target} was granted what is leased"
+
+    def _wants(self, target: Incarnation, message: PrefixGranted) -> bool:
+        core = self.alive[target.name].core
+        assert isinstance(core, Worker)
+        return any((s.key, s.term) == (message.key, message.term) and s.seeks for s in core.sequences)
+
+    def tick(self) -> bool:
+        """The allocator asks whether the dead are gone, as long as it waits for that."""
+        actor = self.alive.get("allocator")
+        if actor is None or not actor.core.waits_for_proof:  # type: ignore[union-attr]
+            return False
+        self._act(actor, actor.core.tick(self.now))  # type: ignore[union-attr]
+        return True
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────
 
     def check(self) -> None:
         """Every core's invariants."""
-        for actor in self.alive.values():
-            actor.core.check()
+        for actor in (*self.alive.values(), *self.ghosts.values()):
+            if not actor.mad:
+                actor.core.check()
 
     def settle(self, most: int = 100_000) -> None:
         """Deliver and compute until nothing is left to do; everybody must be alive by then."""
@@ -296,9 +450,10 @@ class World:
             if name not in self.alive:
                 self.start(name)
         for _ in range(most):
-            progress = False
+            progress = self.tick()
             for choice in self.deliverable():
-                if choice in self.deliverable():
+                # What was delivered before may have changed who is heard.
+                if isinstance(choice, Incarnation) or self._may_hear(*choice):
                     self.deliver(choice)
                     progress = True
             for name in self.roles:
