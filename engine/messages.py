@@ -95,13 +95,12 @@ class ProcessFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ProcessFacts(Message, frozen=True):
-    """launcher → health: every actor of a host, whole, whenever something changed.
+    """launcher → health: every actor of all hosts, whole, whenever something changed.
 
-    Of other hosts it is said each turn, with what the hearts there counted.
+    Where there are other hosts it is said each turn, with what the hearts there counted.
     """
 
     facts: tuple[ProcessFact, ...]
-    host: str = ""
 
 
 class Kill(Message, frozen=True):
@@ -295,6 +294,8 @@ class HandOver(Message, frozen=True):
     filled: int
     pages: tuple[PageRef, ...]
     cached: Cached = Cached()
+    host: str = ""
+    """Whose pages these are: another host takes copies of the full ones, and fills the rest itself."""
 
 
 class HandOverAccepted(Message, frozen=True):

@@ -8,7 +8,6 @@ slots of a worker are an absolute number, so that no crash can leak one.
     placed on w (prefilling) ≤ prefill_slots(w)        placed for w (either stage) ≤ decode_slots(w)
     placed of a client that holds slots  ⇒  as many of either kind as are reserved are still free
     placed beside a sibling on w         ⇒  no prefill slot is taken: w has the pages of the prompt
-    placed on w, for w'                  ⇒  w and w' are of one host, and so are the pages
 
 Clients take turns (`engine.fairness`), each with its first request. Who may not go now is passed:
 a client that holds slots when only reserved ones are left, and one whose request does not fit the
@@ -333,7 +332,7 @@ class Scheduler:
         self, entry: Entry, hosts: Sequence[str]
     ) -> tuple[tuple[Incarnation, Incarnation], Offer] | None:
         """The host where its first token is there soonest, of those with free slots."""
-        loads = [self._load(host) for host in hosts]
+        loads = [self._load(host) for host in hosts if self._slots.prefill_workers(host)]
         wanted = -(-entry.fact.length // self.page_tokens)
         # Of workers with other numerics the pages are others, and none is moved from or to them.
         groups = {load.host: self._identities.get(load.host, "") for load in loads}
@@ -342,7 +341,7 @@ class Scheduler:
             same = [load for load in loads if groups[load.host] == identity]
             made += offers(same, self._cluster, self._keys(entry, identity), wanted)
         for offer in sorted(made, key=lambda offer: (offer.seconds, offer.host)):
-            where = self._slots.where(entry.fact.excluding, [offer.host])
+            where = self._slots.where(entry.fact.excluding, hosts, offer.host)
             if where is not None:
                 return where, offer
         return None
@@ -472,11 +471,6 @@ class Scheduler:
             placed = [entry for entry in entries if entry.active and entry.host == host]
             assert pool.active == len(placed)
             assert pool.promised == sum(e.pages for e in placed if e.fact.stage == "prefilling")
-        assert all(
-            self._host(prefill) == self._host(decode)
-            for prefill, decode in (entry.slots for entry in entries if entry.active)
-            if prefill is not None and decode is not None
-        ), "prefill and decode on two hosts"
 
     def statistics(self) -> Statistics:
         return {

@@ -4,7 +4,7 @@
 
 unless a worker came back with fewer, or a new scheduler is told what its predecessor placed. A
 sequence has its decode slot from the start, so that a finished prefill never waits for one. Both are on
-one host: the pages that the prefill fills are read in place.
+one host, where the pages that the prefill fills are read in place, unless nobody decodes there.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class Slots:
         """Of all workers together."""
         workers = self._workers.values()
         decoding = {slots.host for slots in workers if len(slots.decoding) < slots.decode_slots}
+        if decoding:
+            decoding |= {slots.host for slots in workers if not self._decodes_on(slots.host)}
         return Free(
             sum(max(0, s.prefill_slots - len(s.prefilling)) for s in workers if s.host in decoding),
             sum(max(0, slots.decode_slots - len(slots.decoding)) for slots in workers),
@@ -85,15 +87,27 @@ class Slots:
         )
 
     def where(
-        self, excluding: Collection[Incarnation], hosts: Collection[str] = ("",)
+        self,
+        excluding: Collection[Incarnation],
+        hosts: Collection[str] = ("",),
+        filled_on: str | None = None,
     ) -> tuple[Incarnation, Incarnation] | None:
-        """A prefill and a decode worker of one of these hosts with a free slot each, or None without.
+        """A prefill and a decode worker of these hosts with a free slot each, or None without.
 
         The worker that prefills also decodes where it can: nothing has to be handed over then.
-        Otherwise the one with the fewest sequences decodes.
+        Otherwise the one with the fewest sequences decodes. `filled_on`: the host that is to prefill.
         """
-        decodes = self._decodes(excluding)
-        decoding = {self._workers[worker].host for worker in decodes} & set(hosts)
+        decodes = {
+            worker: count
+            for worker, count in self._decodes(excluding).items()
+            if self._workers[worker].host in hosts
+        }
+        decoding = {self._workers[worker].host for worker in decodes}
+        if decodes:
+            # A host that only fills hands over to another one.
+            decoding |= {host for host in hosts if not self._decodes_on(host)}
+        if filled_on is not None:
+            decoding &= {filled_on}
         prefills = [
             (len(slots.prefilling), len(slots.decoding), worker)
             for worker, slots in self._workers.items()
@@ -105,8 +119,12 @@ class Slots:
             return None
         prefill = min(prefills)[-1]
         host = self._workers[prefill].host
-        near = [worker for worker in decodes if self._workers[worker].host == host]
+        near = [worker for worker in decodes if self._workers[worker].host == host] or list(decodes)
         return prefill, min(near, key=lambda worker: (worker != prefill, decodes[worker], worker))
+
+    def _decodes_on(self, host: str) -> bool:
+        """Whether a host has workers that decode, busy or not."""
+        return any(slots.host == host and slots.decode_slots > 0 for slots in self._workers.values())
 
     def prefill_workers(self, host: str) -> int:
         """How many workers of a host prefill."""

@@ -103,6 +103,7 @@ class Worker:
         *,
         allocator: str = "allocator",
         replicator: str = "replicator",
+        host: str = "",
     ) -> None:
         """`allocator`, `replicator`: the names of those of this worker's host."""
         self.me = me
@@ -111,6 +112,7 @@ class Worker:
         self.identity = ""
         """What keys and values depend on beside the tokens; set before the first sequence comes."""
         self.lease = Lease()
+        self._host = host
         self._allocator = allocator
         self._replicator = replicator
         self._owner = Owner(ordinal, me.epoch)
@@ -341,7 +343,9 @@ class Worker:
         sequence.pages += message.pages
         sequence.computed = len(sequence.pages) * self.limits.page_tokens
         sequence.taken += len(message.pages)
-        sequence.cached = sequence.cached.plus(message.cached)
+        if sequence.state is SequenceState.PREFILL:
+            # What was handed over is not found: it was filled for this very request.
+            sequence.cached = sequence.cached.plus(message.cached)
         sequence.seeks = message.more
         taken = Send(self._allocator, PrefixFact(sequence.key, sequence.term, sequence.taken, True))
         if sequence.seeks:
@@ -349,6 +353,8 @@ class Worker:
         sequence.chain = chain_of(
             self._root(sequence.spec), sequence.log, sequence.computed, self.limits.page_tokens
         )
+        if sequence.state is SequenceState.DECODE:
+            return [taken, *self._end_filling(sequence)]
         return [taken, *self._offer_if_short(sequence, shares=bool(sequence.pages))]
 
     def _end_filling(self, sequence: Sequence) -> list[Send]:
@@ -378,7 +384,12 @@ class Worker:
             return [*self._give_up(sequence), Send(sequence.spec.gateway, lost)]
         sequence.move(SequenceEvent.OFFER)
         message = HandOver(
-            sequence.term + 1, sequence.spec, sequence.computed, tuple(sequence.pages), sequence.cached
+            sequence.term + 1,
+            sequence.spec,
+            sequence.computed,
+            tuple(sequence.pages),
+            sequence.cached,
+            self._host,
         )
         return [Send(sequence.decode, message)]
 
@@ -391,6 +402,12 @@ class Worker:
             self.pages_refused += 1
             return [Send(source, HandOverRefused(spec.key, message.term, reason))]
         sends = self._give_up_older(spec.key, message.term)
+        accepted = [
+            Send(source, HandOverAccepted(spec.key, message.term)),
+            Send(spec.gateway, TermAccepted(spec.key, message.term, message.cached)),
+        ]
+        if message.host != self._host:
+            return [*sends, *accepted, *self._take_copies(message)]
         # Held before the other side lets go; what is sealed needs no owner.
         self._hold(message.pages)
         for page in message.pages:
@@ -400,11 +417,23 @@ class Worker:
         sequence = adopt(spec, message.term, self.me, chain, message.filled, message.pages)
         sequence.cached = message.cached
         self._sequences[spec.key, message.term] = sequence
-        return [
-            *sends,
-            Send(source, HandOverAccepted(spec.key, message.term)),
-            Send(spec.gateway, TermAccepted(spec.key, message.term, message.cached)),
-        ]
+        return [*sends, *accepted]
+
+    def _take_copies(self, message: HandOver) -> list[Send]:
+        """Take over what was filled on another host: full pages are fetched, like a prefix that is there.
+
+        What is not fetched is computed: less than a page, or all of it when that host is gone.
+        """
+        spec = message.spec
+        chain = chain_of(self._root(spec), spec.log, 0, self.limits.page_tokens)
+        sequence = adopt(spec, message.term, self.me, chain, 0, ())
+        sequence.cached = message.cached
+        self._sequences[spec.key, message.term] = sequence
+        if not self._whole_pages(sequence):
+            return []
+        sequence.seeks = True
+        full = message.pages[: message.filled // self.limits.page_tokens]
+        return [self._want_prefix(sequence, message.host, full)]
 
     def _why_not(self, source: Incarnation, message: HandOver) -> str | None:
         spec = message.spec
@@ -416,7 +445,7 @@ class Worker:
             return f"{self.me} has no decode slots"
         if len(message.pages) != -(-message.filled // self.limits.page_tokens):
             return f"{len(message.pages)} pages for {message.filled} positions"
-        for page in message.pages:
+        for page in message.pages if message.host == self._host else ():
             stale = not self.table.is_current(page)
             if stale or self.table.state(page.index) not in (PageState.OPEN, PageState.SEALED):
                 return f"page {page.index} is not in generation {page.generation} any more"
@@ -568,7 +597,7 @@ class Worker:
         for (key, term), sequence in self._sequences.items():
             assert (key, term) == (sequence.key, sequence.term)
             assert not sequence.seeks or sequence.known
-            assert not sequence.known or sequence.state is SequenceState.PREFILL
+            assert not sequence.known or sequence.seeks or sequence.state is SequenceState.PREFILL
             assert sequence.seeks or sequence.chain.pages == sequence.computed // self.limits.page_tokens
             assert sequence.state is not SequenceState.GONE
             assert 0 <= sequence.computed <= len(sequence.log)
