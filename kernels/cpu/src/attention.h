@@ -371,10 +371,10 @@ void attend_rows(const Attention& a, float* memory, float* out) {
                 int d = 0;
                 for (; d + LANES * PANEL <= wide; d += LANES * PANEL)
                     values_panel<PANEL>(rows, std::make_integer_sequence<int, TILE>())(
-                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, 1.0f, bench.made + d, wide);
+                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, nullptr, 1.0f, bench.made + d, wide);
                 for (; d < wide; d += LANES)
                     values_panel<1>(rows, std::make_integer_sequence<int, TILE>())(
-                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, 1.0f, bench.made + d, wide);
+                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, nullptr, 1.0f, bench.made + d, wide);
             } else {
                 few_for(pool, rows).weigh(values, from, scores, bench.made);
             }

@@ -4,9 +4,9 @@
 #define REGISTERS 16
 #define TILE 6
 #define PANEL 1
-#define SCORE_ROWS 2
-#define MANY_QUERIES 16
-#define FEW_QUERIES 2
+#define SCORE_ROWS 4
+#define MANY_QUERIES 12
+#define FEW_QUERIES 3
 #define AHEAD 2048
 #define FIRST_TILE "narrow.h"
 

@@ -14,15 +14,17 @@ constexpr float unit() {
 
 // Adds ROWS × WIDTH * 16 sums over `count` inputs, times `scale`, to `out`, whose rows are `out_apart` apart; weights
 // are float32 rows `apart` apart, in the order in which `kind` is unpacked. x: number k of row r lies at
-// k * X_STEP + r * X_ROW.
+// k * X_STEP + r * X_ROW. `next`: what is read after x, of the same size.
 template <Kind kind, int ROWS, int WIDTH, int X_STEP, int X_ROW>
-void panel_block(const float* weights, size_t apart, int count, const float* x, float scale, float* out,
+void panel_block(const float* weights, size_t apart, int count, const float* x, const float* next, float scale, float* out,
                  size_t out_apart) {
+    constexpr bool asks = REGISTERS < 32 && X_ROW == 1;  // tiles of many rows lie far away
     Lanes sums[ROWS][WIDTH];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) sums[r][v] = zero();
 #pragma GCC unroll 2
     for (int k = 0; k < count; k++) {
+        if (asks) ahead(next + k * X_STEP);
         Lanes w[WIDTH];
         for (int v = 0; v < WIDTH; v++) w[v] = load(weights + k * apart + 16 * v);
         for (int r = 0; r < ROWS; r++) {
@@ -37,7 +39,7 @@ void panel_block(const float* weights, size_t apart, int count, const float* x, 
         }
 }
 
-using PanelBlock = void (*)(const float*, size_t, int, const float*, float, float*, size_t);
+using PanelBlock = void (*)(const float*, size_t, int, const float*, const float*, float, float*, size_t);
 // Rows of a tile: the numbers of one k are neighbours.
 template <Kind kind, int... ROW>
 PanelBlock tile_panel(int rows, std::integer_sequence<int, ROW...>) {
@@ -69,12 +71,13 @@ void strip_of_kind(const Matrix& m, int strip, Part part, const float* x, const 
             first_tile(weights, part, count, x + size_t(k) * tiles.rows, scale, out, nullptr);
             continue;
         }
+        const auto tile = [&](int t) { return x + size_t(tiles.start(t)) * m.inputs + size_t(k) * tiles.size(t); };
         for (int panel = part.first; panel < part.end; panel += PANEL) {
             first_tile(weights, {panel, panel + PANEL}, count, x + size_t(k) * tiles.size(0), scale, out, scratch);
             for (int t = 1; t < tiles.count; t++) {
-                const int start = tiles.start(t), size = tiles.size(t);
-                tile_panel<kind>(size, all_rows)(scratch, PANEL * LANES, count, x + size_t(start) * m.inputs + size_t(k) * size, scale,
-                                 out + size_t(start) * STRIP + panel * LANES, STRIP);
+                const float* next = tile(t + 1 < tiles.count ? t + 1 : 0);
+                tile_panel<kind>(tiles.size(t), all_rows)(scratch, PANEL * LANES, count, tile(t), next, scale,
+                                                          out + size_t(tiles.start(t)) * STRIP + panel * LANES, STRIP);
             }
         }
     }
