@@ -6,8 +6,8 @@ is dead: what was reported exited, and what is killed, stopped or not, because i
 gone, so it is listed as dying until its launcher says so: who owned what it wrote waits for that, or for
 proof of its own (`engine.allocator`).
 
-Of other hosts (`engine.hosts`) the launchers tell what hearts count: whoever they stop telling of is silent
-too. What is dying there stays so until its host is heard of again.
+Of other hosts (`engine.hosts`) launchers tell what hearts count, by the launcher of this one: whoever they
+stop telling of is silent too. What is dying there stays so until its host is heard of again.
 
 The monitor measures silence by its own turns, not by the wall clock alone: when the whole machine
 stood still (suspended, or starved of CPU), everybody gets the time back.
@@ -45,8 +45,7 @@ class HealthMonitor:
         self.tick_s = tick_s
         self._launcher: str | None = None
         """That of this host, which also speaks for the others'."""
-        self._facts: dict[str, dict[Incarnation, ProcessFact]] = {}
-        """By host."""
+        self._facts: dict[Incarnation, ProcessFact] = {}
         self._pulses: dict[Incarnation, Pulse] = {}
         self._condemned: set[Incarnation] = set()
         """Killed, and not known to have exited."""
@@ -65,16 +64,8 @@ class HealthMonitor:
         match message:
             case ProcessFacts():
                 self._launcher = source.name
-                self._facts[message.host] = {
-                    Incarnation(fact.name, fact.epoch): fact for fact in message.facts
-                }
-                running = {
-                    incarnation
-                    for facts in self._facts.values()
-                    for incarnation, fact in facts.items()
-                    if not fact.exited
-                }
-                self._condemned &= running
+                self._facts = {Incarnation(fact.name, fact.epoch): fact for fact in message.facts}
+                self._condemned &= {one for one, fact in self._facts.items() if not fact.exited}
                 return self._declare()
             case Suspicion():
                 return self._kill(message.target, f"{source} says: {message.reason}")
@@ -104,13 +95,12 @@ class HealthMonitor:
         alive = {member.incarnation for member in self._members}
         return [
             (incarnation, fact.heart)
-            for facts in self._facts.values()
-            for incarnation, fact in facts.items()
+            for incarnation, fact in self._facts.items()
             if fact.heart is not None and incarnation in alive
         ]
 
     def _kill(self, target: Incarnation, reason: str) -> list[Send]:
-        fact = next((facts[target] for facts in self._facts.values() if target in facts), None)
+        fact = self._facts.get(target)
         if fact is None or target in self._condemned or fact.exited or self._launcher is None:
             return []
         self._condemned.add(target)
@@ -120,8 +110,7 @@ class HealthMonitor:
     def _declare(self) -> list[Send]:
         members = tuple(
             Member(fact.name, fact.kind, fact.ordinal, fact.epoch, fact.endpoint, fact.ready)
-            for facts in self._facts.values()
-            for incarnation, fact in facts.items()
+            for incarnation, fact in self._facts.items()
             if not fact.exited and fact.endpoint and incarnation not in self._condemned
         )
         dying = tuple(sorted(self._condemned))

@@ -6,7 +6,7 @@ monitor of their processes, and passes on rosters, kills, drain and stop. All is
     other launcher                                 first launcher
       │ ── Join (what it has read) ──────────────▶ │  one more life of that host
       │ ◀───────────── HostOrder(life, "run") ──── │
-      │ ── HostFacts (processes, hearts) ────────▶ │ ── ProcessFacts(host) ──▶ health monitor
+      │ ── HostFacts (processes, hearts) ────────▶ │ ── ProcessFacts (of all) ──▶ health monitor
       │ ◀───────────── HostOrder, Roster, Kill ─── │
       │ ── HostFacts(over) ──────────────────────▶ │  the host has left
       │ ◀───────────── HostOrder("leave") ──────── │
@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engine.core import Send
 from engine.ids import LIFE_BITS, Incarnation
-from engine.messages import HostFacts, HostOrder, Join, Kill, ProcessFacts
+from engine.messages import HostFacts, HostOrder, Join, Kill
 from engine.topology import of_host
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from engine.messages import Message
+    from engine.messages import Message, ProcessFact
 
 DEADLINES = 2.0
 """Times `deadline_s` without a word of the first host, after which another host gives up."""
@@ -71,12 +71,6 @@ class OtherHost:
         """All of its actors can serve."""
         facts = self.facts
         return self.present and facts is not None and all(fact.ready for fact in facts.facts)
-
-    def report(self) -> ProcessFacts:
-        """What the health monitor is told."""
-        if self.facts is None:
-            return ProcessFacts((), self.name)
-        return ProcessFacts(self.facts.facts, self.name)
 
 
 class OtherHosts:
@@ -169,9 +163,10 @@ class OtherHosts:
                 lines.append(Announce("lost", said))
         return lines
 
-    def reports(self) -> Iterator[ProcessFacts]:
-        """What a new health monitor is told of other hosts."""
-        return (host.report() for host in self._hosts.values() if host.launcher is not None)
+    def processes(self) -> tuple[ProcessFact, ...]:
+        """All actors of the hosts that have joined, as they said last."""
+        told = [host.facts.facts for host in self._hosts.values() if host.facts is not None]
+        return tuple(fact for facts in told for fact in facts)
 
     @property
     def missing(self) -> list[str]:

@@ -197,8 +197,6 @@ class Supervisor:
                     greeting.append(Send(source, Drain() if self.phase is Phase.DRAINING else Stop()))
                 if self._roster is not None:
                     greeting.append(Send(source, self._roster))
-                if child.actor.kind == "health":
-                    greeting += [Send(source, facts) for facts in self.others.reports()]
                 return [*greeting, *self._report()]
             case Ready():
                 if child.state is not ProcessState.UP:
@@ -252,14 +250,14 @@ class Supervisor:
         if host is None or not commands:
             return commands
         roster = [] if self._roster is None else [Send(source, self._roster)]
-        return [*commands, *roster, *self._tell_health(host.report())]
+        return [*commands, *roster, *self._report()]
 
     def _told(self, source: Incarnation, message: HostFacts, now: float) -> list[Command]:
         host = self.others.find(source)
         if host is None:
             return []
         commands: list[Command] = [*self.others.told(host, message, self._want)]
-        commands += self._tell_health(host.report())
+        commands += self._report()
         if self.phase is Phase.RUNNING:
             commands += self._ready()
         return [*commands, *self._stop_when_drained(now), *self._over_when_all_exited(now)]
@@ -323,10 +321,6 @@ class Supervisor:
             waiting = "; ".join(f"host {name}: start it there with --host {name}" for name in missing)
             return [Announce("waiting", f"all actors here are ready; waiting for {waiting}")]
         return []
-
-    def _tell_health(self, facts: ProcessFacts) -> list[Command]:
-        health = self._health()
-        return [] if health is None or not health.endpoint else [Send(health.incarnation, facts)]
 
     def exited(self, incarnation: Incarnation, code: int, said: str, now: float) -> list[Command]:
         """A process was reaped. `code` is negative for a signal; `said` its last line, if any."""
@@ -484,7 +478,10 @@ class Supervisor:
         )
 
     def _report(self, over: bool = False) -> list[Command]:
-        """All that is known of our processes, to the health monitor or to the first host."""
+        """All that is known, to the health monitor or to the first host.
+
+        In one message: who is not in it is dead.
+        """
         membership = self.membership
         if membership is not None:
             if not membership.life:
@@ -493,7 +490,7 @@ class Supervisor:
         health = self._health()
         if health is None or not health.endpoint:
             return []
-        return [Send(health.incarnation, ProcessFacts(self._facts(), health.actor.host))]
+        return [Send(health.incarnation, ProcessFacts((*self._facts(), *self.others.processes())))]
 
     @property
     def _drained(self) -> bool:

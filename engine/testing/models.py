@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from engine.model import ModelConfig
     from engine.sampling import SamplingParams
+    from engine.shapes import KVDtype
 
 BOS, EOS, END = "<bos>", "<eos>", "<end>"
 CHAT = (
@@ -66,11 +67,15 @@ def generate(
     stop_tokens: tuple[int, ...] = (),
     ignore_eos: bool = False,
     min_tokens: int = 0,
+    kv_dtype: KVDtype = "float16",
 ) -> list[int]:
-    """What the model answers when nothing else runs: one token at a time, alone, on fresh pages."""
+    """What the model answers when nothing else runs: one token at a time, alone, on fresh pages.
+
+    `kv_dtype`: of the pages, the topology's; the tokens depend on it.
+    """
     config = read_config(folder)
     stops = (*(() if ignore_eos else config.eos_tokens), *stop_tokens)
-    shape = config.page_shape(16, "float32")
+    shape = config.page_shape(16, kv_dtype)
     total = len(prompt) + max_tokens
     pool = np.zeros(shape.pages_for(total) * shape.page_bytes, np.uint8)
     backend = ReferenceBackend(folder, pool, shape)

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
-from actors.boot import VITALS, Boot, World, longest_context, segment_sizes
+from actors.boot import longest_context
 from actors.gateway import GatewayActor
-from actors.launcher import Launcher
-from actors.run import first_cause, make_actor
 from actors.sessions import Delta, End, Generation
 from engine.ids import Incarnation
 from engine.launch import read_topology
-from engine.layout import Vitals
 from engine.model import read_config
 from engine.sampling import GREEDY
+from engine.testing.machine import Machine
 from engine.testing.models import generate
 from kernels import backends
 from transport.faulty import NO_FAULTS, EdgePlan, FaultyNetwork
-from transport.memory import MemoryNetwork
+from transport.memory import SCHEME, MemoryNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from actors.boot import Boot
+    from actors.launcher import Launcher
     from actors.shell import Actor as ActorShell
+    from engine.layout import Vitals
     from engine.sampling import SamplingParams
     from engine.supervision import Over
-    from engine.topology import Actor
+    from engine.testing.machine import Life
     from kernels.backend import Backend
     from transport.faulty import Fate
 
@@ -39,24 +40,11 @@ T = TypeVar("T")
 STEP_S = 0.01
 """How long a backend step takes, in virtual time."""
 
-KILLED = -9
-
-
-@dataclass(slots=True)
-class Life:
-    """One incarnation that runs as a task."""
-
-    actor: ActorShell
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    killed: bool = False
-
 
 class System:
-    """Everything that `python -m engine.launch` starts, in memory.
+    """Everything that `python -m engine.launch` starts, in memory; of several hosts all of them.
 
-    Shared memory is plain bytearrays, so it survives the actors as the memfds do. A kill cancels the
-    actor's task, cuts its inbox and drops what it still sends; its exit is reported when the task is
-    over, as a process's is when it has been reaped.
+    Plans and hooks know a launcher as `launcher-HOST.EPOCH`, that of the only host as `launcher`.
     """
 
     def __init__(
@@ -75,36 +63,89 @@ class System:
         self.config = read_config(model_folder)
         self.shape = self.config.page_shape(self.topology.kv.page_tokens, self.topology.kv.dtype)
         self.folder = model_folder
-        self._nursery = nursery
-        self._memory = MemoryNetwork(high_water_mark=10_000)
+        self.nursery = nursery
+        self.memory = MemoryNetwork(high_water_mark=10_000)
         self._on_message = on_message
         self._links = FaultyNetwork(
-            self._memory, nursery, random.Random(seed), plan=plan, on_message=self._message
+            self.memory, nursery, random.Random(seed), plan=plan, on_message=self._message
         )
-        self._context_length = longest_context(self.topology, self.config)
-        sizes = segment_sizes(self.topology, self.shape, self._context_length)
-        self._segments = {name: memoryview(bytearray(size)) for name, size in sizes.items()}
-        self._lives: dict[Incarnation, Life] = {}
+        self.links = self._links.links
+        self.context_length = longest_context(self.topology, self.config)
         self.errors: list[BaseException] = []
-        self.over: Over | None = None
-        self._ended = trio.Event()
-        self.vitals = Vitals(self._segments[VITALS], len(self.topology.actors()))
-        self.launcher = Launcher(self.topology, self._links.links("launcher"), self.vitals)
+        self.messages = 0
+        """How many messages have gone out so far."""
+        self._hosts = {actor.name: actor.host for actor in self.topology.actors()}
+        self._apart: set[str] = set()
+        self._starts: Counter[str] = Counter()
+        self._machines: dict[str, Machine] = {}
+        self._first = self.topology.hosts()[0]
+        self._machine(self._first)
 
     # ── start and end ─────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        """Start all actors and wait until a token could be produced."""
-        self._nursery.start_soon(self._run)
+        """Start all actors of all hosts and wait until a token could be produced."""
+        for host in self.topology.hosts():
+            self.start_host(host)
         await self.wait_ready()
 
-    async def _run(self) -> None:
-        self.over = await self.launcher.run(self)
-        self._ended.set()
+    def start_host(self, host: str) -> None:
+        """Start the launcher of a host, again when it was killed or has left."""
+        machine = self._machines.get(host)
+        if machine is None or machine.lost or machine.over is not None:
+            machine = self._machine(host)
+        self.nursery.start_soon(machine.run)
+
+    def _machine(self, host: str) -> Machine:
+        self._starts[host] += 1
+        first = "" if host == self._first else self.launcher.endpoint
+        self._machines[host] = machine = Machine(self, host, self._starts[host], first)
+        return machine
+
+    def kill_host(self, host: str) -> None:
+        """End a launcher as SIGKILL does: its actors and its shared memory go with it."""
+        self._machines[host].lose()
+
+    def cut_host(self, host: str) -> None:
+        """Lose everything between a host and the others, until it is healed."""
+        self._apart.add(host)
+
+    def heal_host(self, host: str) -> None:
+        """Join a host to the others again."""
+        self._apart.discard(host)
+
+    @property
+    def launcher(self) -> Launcher:
+        """That of the first host."""
+        return self._machines[self._first].launcher
+
+    def launcher_of(self, host: str) -> Launcher:
+        """The present one of a host."""
+        return self._machines[host].launcher
+
+    @property
+    def vitals(self) -> Vitals:
+        """Those of the first host."""
+        return self._machines[self._first].vitals
+
+    @property
+    def over(self) -> Over | None:
+        """How the launch ended on the first host, if it has."""
+        return self._machines[self._first].over
+
+    def is_lost(self, host: str) -> bool:
+        """Whether a host was killed, and not started again since."""
+        return self._machines[host].lost
+
+    def over_at(self, host: str) -> Over | None:
+        """How the present launcher of a host has ended, if it has."""
+        return self._machines[host].over
 
     async def wait_ready(self) -> None:
-        """Wait until a gateway is there and says that it is ready."""
+        """Wait until a gateway is there and says that it is ready; of several hosts, until all are there."""
         await self.until(lambda: any(gateway.not_ready() is None for gateway in self.gateways()))
+        if self.topology.host:
+            await self.until(lambda: self._serving == set(self._hosts))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait, in virtual time, until a condition holds."""
@@ -114,69 +155,27 @@ class System:
     async def stop(self) -> Over:
         """Drain and stop, and wait for the end; raises what an actor failed with that was not killed."""
         self.launcher.stop()
-        await self._ended.wait()
+        for machine in self._machines.values():
+            await machine.ended.wait()
         assert self.over is not None
         if self.errors:
             raise self.errors[0]
         return self.over
 
-    # ── the nest of the launcher ──────────────────────────────────────────────────────────────
+    # ── what happens to actors ────────────────────────────────────────────────────────────────
 
-    def spawn(self, actor: Actor, incarnation: Incarnation) -> None:
-        """Start an incarnation as a task."""
-        boot = Boot(
-            name=actor.name,
-            kind=actor.kind,
-            ordinal=actor.ordinal,
-            epoch=incarnation.epoch,
-            topology=self.topology,
-            run_dir="",
-            launcher=self.launcher.me,
-            launcher_endpoint=self.launcher.endpoint,
-            launcher_pid=0,
-            model_folder=str(self.folder),
-            page_shape=self.shape,
-            context_length=self._context_length,
-        )
-        world = World(
-            boot=boot,
-            links=self._links.links(f"{incarnation.name}.{incarnation.epoch}"),
-            segments=self._segments,
-            compute=self._compute,
-            open_backend=self._open_backend,
-            gone=self.gone,
-        )
-        life = Life(make_actor(world))
-        self._lives[incarnation] = life
-        self._nursery.start_soon(self._live, incarnation, life)
-
-    async def _live(self, incarnation: Incarnation, life: Life) -> None:
-        code = 0
-        try:
-            with life.scope:
-                await life.actor.run()
-        except Exception as error:
-            self.errors.append(first_cause(error))
-            code = 70
-        del self._lives[incarnation]
-        self.launcher.exited(incarnation, KILLED if life.killed else code, "")
+    @property
+    def _lives(self) -> dict[Incarnation, Life]:
+        """All that live, or have been killed and have not noticed yet."""
+        return {
+            incarnation: life
+            for machine in self._machines.values()
+            for incarnation, life in machine.lives.items()
+        }
 
     def kill(self, incarnation: Incarnation) -> None:
         """End an incarnation as SIGKILL does."""
-        life = self._lives.get(incarnation)
-        if life is not None and not life.killed:
-            life.killed = True
-            self._memory.cut(life.actor.post.inbox.endpoint)
-            life.scope.cancel()
-
-    def gone(self, ordinal: int, epoch: int) -> bool | None:
-        """What the writers' locks say of an incarnation: a task that was killed may write until it ends."""
-        if epoch > self.vitals.epoch(ordinal):
-            return None
-        return not any(
-            life.actor.boot.ordinal == ordinal and incarnation.epoch <= epoch
-            for incarnation, life in self._lives.items()
-        )
+        self._machines[self._hosts[incarnation.name]].kill(incarnation)
 
     def kill_actor(self, name: str) -> Incarnation | None:
         """Kill whichever incarnation of an actor lives; None when none does."""
@@ -187,17 +186,30 @@ class System:
         return None
 
     def _message(self, number: int, source: str, destination: str, message: bytes) -> Fate | None:
+        self.messages = number + 1
         if self._on_message is not None:
             self._on_message(number, source, destination)
+        if self._apart:
+            ends = {self._host_of(source), self._host_of(destination)}
+            if len(ends) > 1 and ends & self._apart:
+                return "drop"
+        if source in {machine.source for machine in self._machines.values() if not machine.lost}:
+            return None
         name, _, epoch = source.rpartition(".")
-        life = self._lives.get(Incarnation(name, int(epoch))) if name else None
-        return "drop" if name and (life is None or life.killed) else None
+        machine = self._machines[self._host_of(source)]
+        life = machine.lives.get(Incarnation(name, int(epoch)))
+        return "drop" if life is None or life.killed else None
 
-    async def _compute(self, function: Callable[[], T]) -> T:
+    def _host_of(self, name: str) -> str:
+        """The host of an actor or a launcher, by the name of its link or the endpoint of its inbox."""
+        actor = name.removeprefix(SCHEME).rpartition(".")[0] or name
+        return self._hosts.get(actor, actor.removeprefix("launcher").removeprefix("-"))
+
+    async def compute(self, function: Callable[[], T]) -> T:
         await trio.sleep(STEP_S)
         return function()
 
-    def _open_backend(self, boot: Boot, pool: memoryview) -> Backend:
+    def open_backend(self, boot: Boot, pool: memoryview) -> Backend:
         import numpy as np
 
         return backends.open_backend(
@@ -260,7 +272,13 @@ class System:
     ) -> str:
         """The text that the model answers when it runs alone, computed without any actor."""
         tokens = generate(
-            self.folder, self.encode(text), max_tokens, sampling, stop_tokens=stop_tokens, **stopping
+            self.folder,
+            self.encode(text),
+            max_tokens,
+            sampling,
+            stop_tokens=stop_tokens,
+            kv_dtype=self.topology.kv.dtype,
+            **stopping,
         )
         return self.decode(tokens[:-1] if tokens[-1] in stop_tokens else tokens)
 
@@ -269,15 +287,18 @@ class System:
 
         After this every page is free or cached, every log slot free, and no request is left anywhere.
         """
-        names = {actor.name for actor in self.topology.actors()}
 
         def settled() -> bool:
-            serving = {actor.me.name for actor in self._living() if actor.serving}
-            return serving == names and self.gateways()[0].not_ready() is None and self._quiet()
+            everybody = self._serving == set(self._hosts)
+            return everybody and self.gateways()[0].not_ready() is None and self._quiet()
 
         await self.until(settled)
         for actor in self._living():
             actor.check()
+
+    @property
+    def _serving(self) -> set[str]:
+        return {actor.me.name for actor in self._living() if actor.serving}
 
     def _living(self) -> list[ActorShell]:
         return [life.actor for life in self._lives.values() if not life.killed]

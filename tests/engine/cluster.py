@@ -93,6 +93,8 @@ class Cluster:
         self.rosters: dict[Incarnation, Roster] = {}
         self.born: set[Incarnation] = set()
         self.is_cut = False
+        self.doubtful: set[Incarnation] = set()
+        """Those who may have been silent for a while."""
         self._lives: Counter[str] = Counter()
         self._mail: deque[tuple[str, Incarnation, Incarnation | str, Message]] = deque()
         self._held: list[tuple[str, Incarnation, Incarnation | str, Message]] = []
@@ -144,6 +146,7 @@ class Cluster:
     def cut(self) -> None:
         """The link between the hosts breaks."""
         self.is_cut = True
+        self.doubtful |= {one for host in self.hosts.values() for one in host.alive}
 
     def heal(self) -> None:
         """It is whole again."""
@@ -157,6 +160,9 @@ class Cluster:
         for _ in range(number):
             self.now += TICK
             for host in list(self.hosts.values()):
+                self.doubtful |= host.still
+                if self.is_cut:
+                    self.doubtful.update(host.alive)
                 for incarnation, actor in host.alive.items():
                     host.hearts[actor.ordinal] += incarnation not in host.still
                 self._do(host, host.core.tick(self.now))
@@ -212,9 +218,18 @@ class Cluster:
                 if host.alive[to].kind == "gateway" and to.name not in host.busy:
                     self._mail.append((sender, to, host.me, Drained()))
             case Roster():
-                self.rosters[to] = message
+                self._listen(to, message)
         if to.name == "health" and self.monitor is not None:
             self._tell(host, self.monitor.handle(host.me, message, self.now))  # type: ignore[arg-type]
+
+    def _listen(self, to: Incarnation, roster: Roster) -> None:
+        """Nobody is declared dead who lives, was seen to, and could be."""
+        before = self.rosters.get(to)
+        self.rosters[to] = roster
+        alive = {incarnation for host in self.hosts.values() for incarnation in host.alive}
+        listed = {member.incarnation for member in roster.members}
+        for gone in {member.incarnation for member in before.members} - listed if before else ():
+            assert gone not in alive or gone in self.doubtful, f"{gone} was declared dead"
 
     def _tell(self, host: Host, sends: Sequence[Send]) -> None:
         """What the health monitor says."""
