@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from engine.core import Send
     from engine.shapes import PageRef
 
-ORDINALS = {"scheduler": 2, "a": 5, "b": 6, "c": 7}
+ORDINALS = {"scheduler": 2, "a": 5, "b": 6, "c": 7, "replicator": 8}
 A, B, C = (Incarnation(name, 1) for name in "abc")
-SCHEDULER = Incarnation("scheduler", 1)
+SCHEDULER, REPLICATOR = Incarnation("scheduler", 1), Incarnation("replicator", 1)
 
 
 def member(incarnation: Incarnation) -> Member:
-    kind = "scheduler" if incarnation.name == "scheduler" else "worker"
+    kind = incarnation.name if incarnation.name in ("scheduler", "replicator") else "worker"
     return Member(incarnation.name, kind, ORDINALS[incarnation.name], incarnation.epoch, "", True)  # type: ignore[arg-type]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from allocator_desk import PAGE, ROOT, A, B, C, Desk, lease, seals
+from allocator_desk import PAGE, REPLICATOR, ROOT, A, B, C, Desk, lease, owner, seals
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,6 +16,9 @@ from engine.ids import Incarnation, SequenceKey
 from engine.messages import (
     Cached,
     FencePassed,
+    FetchEnded,
+    FetchWanted,
+    FileKeys,
     PagesHeld,
     PagesReleased,
     PagesSealed,
@@ -266,6 +269,50 @@ def test_after_a_restart_fillers_are_known_before_who_waits_and_the_other_way_ro
         host.waits = {1: False, 2: order == (1, 2)}
         reached = host.hear(host.desk.tell(A, PrefixFact(SequenceKey(1, 0), 1, 0, False)))
         assert reached == ([2] if order == (1, 2) else [])
+
+
+@pytest.mark.parametrize("how", ["never begins", "half of it", "the replicator dies", "the file goes"])
+def test_who_waits_for_a_fetch_that_fails_fills_the_pages_itself(how: str) -> None:
+    """Field report 2: nobody waits for ever for what does not come; what was leased for it is free again."""
+    host = Host(workers=(A, B))
+    desk = host.desk
+    desk.rows[REPLICATOR] = desk.table.claim(owner(REPLICATOR))
+    desk.peers([REPLICATOR], [])
+    known = seals(log_of(1, 2, 3))
+    desk.tell(REPLICATOR, FileKeys(tuple(seal.key for seal in known), (), True))
+    log = log_of(1, 2, 3)
+    tokens = token_bytes(log[:-1])
+    host.logs[1], host.pages[1], host.at[1] = log, [], A
+    sends = desk.tell(A, PrefixWanted(SequenceKey(1, 0), 1, ROOT, tokens, 0, True))
+    host.hear(sends)
+    [wanted] = [send.message for send in sends if isinstance(send.message, FetchWanted)]
+    assert isinstance(wanted, FetchWanted)
+    assert [page.key for page in wanted.pages] == [seal.key for seal in known]
+    host.want(2, B, log)
+    assert host.waits == {1: True, 2: True}
+    landed = 0
+    if how == "half of it":
+        landed = 1
+        page = wanted.pages[0].target
+        desk.table.open(page.index, 0, 0, 0, 0)
+        desk.table.seal(page.index, known[0])
+    if how == "the replicator dies":
+        assert host.hear(desk.peers([], [REPLICATOR])) == [1]
+    elif how == "the file goes":
+        host.hear(desk.tell(REPLICATOR, FileKeys((), (), True)))
+        assert host.hear(desk.tell(REPLICATOR, FetchEnded(wanted.ticket, 0, 0.1))) == [1]
+    else:
+        assert sorted(host.hear(desk.tell(REPLICATOR, FetchEnded(wanted.ticket, landed, 0.1)))) == (
+            [1, 2] if landed else [1]
+        )
+    for worker in (A, B):
+        desk.tell(worker, FencePassed(REPLICATOR))
+    assert host.waits == {1: False, 2: True}
+    assert [len(host.pages[number]) for number in (1, 2)] == [landed, landed]
+    assert desk.core.census()["free"] == 40 - landed
+    assert host.fill(1, 3 - landed) == [2]
+    assert host.pages[2] == host.pages[1]
+    assert host.hear(desk.tell(REPLICATOR, FetchEnded(wanted.ticket, 3, 0.1))) == [], "said too late"
 
 
 # ── the book of fillings ──────────────────────────────────────────────────────────────────────

@@ -249,6 +249,28 @@ def test_the_first_answer_and_every_later_one_are_the_same(topology: str) -> Non
     assert core.statistics()["pages_evicted"] > 20
 
 
+def test_pages_are_found_by_the_same_identity_and_salt_only() -> None:
+    """Field report 13: a page of the same tokens that depends on something else is another page."""
+    world = new_world("unified", 30)
+    prompt = prompt_of(0, 3 * PAGE_TOKENS + 1)
+
+    def hits(salt: str) -> int:
+        before = allocator_of(world).statistics()["pages_hit"]
+        [key] = world.submit(prompt, 16, salt=salt)
+        world.settle()
+        assert world.logs[key] == expected(prompt, 16)
+        return int(allocator_of(world).statistics()["pages_hit"] - before)
+
+    assert [hits(salt) for salt in ("", "tenant", "", "tenant")] == [0, 0, 3, 3]
+    world.kill("both")
+    world.settle()
+    assert [hits(salt) for salt in ("", "tenant", "")] == [0, 0, 3], "the next life has another identity"
+    world.kill("both")
+    world.settle()
+    assert [hits(salt) for salt in ("", "tenant")] == [3, 3], "and the next but one the first one's again"
+    check(world)
+
+
 # ── anything, in any order ────────────────────────────────────────────────────────────────────
 
 

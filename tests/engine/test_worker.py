@@ -502,12 +502,12 @@ def test_a_fence_counts_as_the_death_and_is_passed_at_once() -> None:
 
 @pytest.mark.parametrize("how", ["fenced", "dead", "fenced, then dead"])
 def test_nothing_is_adopted_from_the_dead(how: str) -> None:
-    """What it adopted after the fence would be freed under it."""
+    """What it adopted after the fence would be freed under it. Field report 4: nor is its next life it."""
     desk = Desk("decode")
     if "fenced" in how:
         desk.tell(ALLOCATOR, FenceWanted(OTHER))
     if "dead" in how:
-        desk.peers([], [OTHER])
+        desk.peers([Incarnation("other", 2)], [OTHER])
     assert desk.hand_over() == []
     assert not desk.core.sequences
 
