@@ -193,23 +193,34 @@ class GatewayActor(Actor):
         """Why no token could be produced now, or None."""
         if self.draining.is_set():
             return "the system is shutting down"
-        # A request is computed on one host: the one that lacks the least says what is missing.
-        missing = min((self._missing(host) for host in self.boot.topology.hosts()), key=len)
-        if missing:
+        if missing := self._missing():
             return f"waiting for: {', '.join(missing)}"
         silent = trio.current_time() - self._progress
         if self._choices and silent > STALL_S:
             return f"requests are open and no token came for {silent:.0f} s"
         return None
 
-    def _missing(self, host: str) -> list[str]:
-        """Who is not there that a token computed on a host would need."""
+    def _missing(self) -> list[str]:
+        """Who is not there that a token would need: workers for both roles, with their hosts' allocators."""
         topology = self.boot.topology
         names = {member.name for member in self.members.values()}
-        roles = {table.role for name, table in topology.workers_on(host).items() if name in names}
-        needed = ("scheduler", of_host("allocator", host))
-        missing = sorted(name for name in needed if name not in names)
-        return missing + [f"{role} worker" for role in ("prefill", "decode") if not roles & {role, "both"}]
+        allocators = {host: of_host("allocator", host) for host in topology.hosts()}
+        actors = set() if "scheduler" in names else {"scheduler"}
+        if names.isdisjoint(allocators.values()):
+            actors.add(next(iter(allocators.values())))
+        workers = []
+        for role in ("prefill", "decode"):
+            able = [
+                host
+                for host in topology.hosts()
+                for name, table in topology.workers_on(host).items()
+                if name in names and table.role in (role, "both")
+            ]
+            if not able:
+                workers.append(f"{role} worker")
+            elif names.isdisjoint(allocators[host] for host in able):
+                actors.add(allocators[able[0]])
+        return sorted(actors) + workers
 
     def system_statistics(self) -> dict[str, dict[str, int | float]]:
         """What every actor of this host last published, by name."""

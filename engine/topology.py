@@ -432,11 +432,6 @@ def _check(topology: Topology, source: str) -> None:
             raise _wrong(
                 f'{source}: worker.*.role: no worker can {needed}; give one the role "{needed}" or "both"'
             )
-    if not any(_computes(topology, host) for host in topology.hosts()):
-        raise _wrong(
-            f"{source}: worker.*.on: no host has workers for prefill and for decode, and a request is "
-            "computed on one host; expected both on some host"
-        )
     names = [actor.name for actor in topology.actors()]
     doors: dict[tuple[str, str, int], str] = {}
     for name in names:
@@ -493,9 +488,3 @@ def _check_hosts(topology: Topology, source: str) -> None:
     for host in topology.host:
         if host not in {on for _, on in placed}:
             raise _wrong(f"{source}: host.{host}: has no gateway and no worker; expected one `on` it")
-
-
-def _computes(topology: Topology, host: str) -> bool:
-    """Whether a request can be computed wholly on a host."""
-    roles = {table.role for table in topology.workers_on(host).values()}
-    return all(roles & {needed, "both"} for needed in ("prefill", "decode"))

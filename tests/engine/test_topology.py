@@ -347,9 +347,9 @@ def test_hosts_that_cannot_be(setting: str, said: tuple[str, ...]) -> None:
     assert all(part in complained for part in said), complained
 
 
-def test_a_request_is_computed_on_one_host_so_one_of_them_must_be_able_to() -> None:
-    said = complaint(TWO, "worker.near.role=decode", "worker.farther.on=a")
-    assert "no host has workers for prefill and for decode" in said
+def test_one_host_may_fill_and_another_one_decode() -> None:
+    topology = parse(TWO, "", ["worker.near.role=decode", "worker.farther.on=a"])
+    assert {table.role for table in topology.workers_on("a").values()} == {"decode"}
 
 
 def test_a_host_has_something_to_do() -> None:
