@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import trio
 
-from actors.doors.openai_request import MAX_STOP_CHARS, MAX_STOP_TOKENS
+from actors.doors.openai_request import MAX_SALT, MAX_STOP_CHARS, MAX_STOP_TOKENS
 from actors.sessions import (
     Delta,
     Diverged,
@@ -368,6 +368,7 @@ async def test_the_largest_record_fits(start_system: StartSystem, autojump_clock
         stop=stops,
         stop_tokens=tuple(range(MAX_STOP_TOKENS)),
         client="key:0123456789abcdef/user:" + "\U0001f600" * 64,
+        cache_salt="\U0001f600" * MAX_SALT,
         key="k" * 64,
         ticket=b"t" * 400,
         min_tokens=1,
