@@ -93,7 +93,7 @@ class Pages:
 
     def in_state(self, *states: PageState) -> list[int]:
         """All pages that are in one of these states."""
-        return [page for page in range(self.table.pages) if self.table.state(page) in states]
+        return [page for page, state in enumerate(self.table.states()) if state in states]
 
     def writable_by(self, owner: Owner) -> list[PageRef]:
         """The pages that an incarnation may write, by the table."""
@@ -103,15 +103,15 @@ class Pages:
 
     def census(self, dead: Collection[Owner]) -> Counter[str]:
         """Every page once; `dead` are those whose pages are in quarantine."""
-        count = Counter(dict.fromkeys(("free", "cached", "held", "leased", "open", "quarantined"), 0))
-        for page in range(self.table.pages):
-            state = self.table.state(page)
-            if state is PageState.SEALED:
-                count["cached" if self.cache.is_idle(page) else "held"] += 1
-            elif state in WRITABLE and dead and self.table.owner(page) in dead:
+        states = self.table.states()
+        count = Counter({state.name.lower(): states.count(state) for state in PageState})
+        count["cached"] = self.cache.idle
+        count["held"] = count.pop("sealed") - self.cache.idle
+        count["quarantined"] = 0
+        for owner in dead:
+            for ref in self.writable_by(owner):
+                count[self.table.state(ref.index).name.lower()] -= 1
                 count["quarantined"] += 1
-            else:
-                count[state.name.lower()] += 1
         return count
 
     def check(self, living: Iterable[Owner]) -> None:
