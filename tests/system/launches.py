@@ -80,8 +80,10 @@ class Stream:
 class Launch:
     """One launcher and everything that came of it."""
 
-    def __init__(self, base: Path, topology: str = "local", *settings: str, **environment: str) -> None:
-        """Start the launcher on a free port; `settings` are `key=value`, for --set."""
+    def __init__(
+        self, base: Path, topology: str = "local", *settings: str, host: str = "", **environment: str
+    ) -> None:
+        """Start the launcher on a free port; `settings` are `key=value`, for --set, and `host` for --host."""
         self.base = base
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.tag = f"ESTAFET_TEST_LAUNCH={uuid.uuid4().hex}"
@@ -90,6 +92,8 @@ class Launch:
         command = [sys.executable, "-m", "engine.launch", topology, "--run-dir", str(base / "r")]
         for setting in ("gateway.front.port=0", *settings):
             command += ["--set", setting]
+        if host:
+            command += ["--host", host]
         self._ready, writing = os.pipe()
         try:
             with self._errors.open("wb") as stderr:
