@@ -87,3 +87,21 @@ def address_of(listener: socket.socket) -> str:
     """HOST:PORT of a bound TCP socket."""
     host, port = listener.getsockname()[:2]
     return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def check_address(topology: Topology, host: str) -> None:
+    """StartError unless this machine has the address of a host, and the port there that others look for."""
+    table = topology.host[host]
+    port = table.control_port if host == topology.hosts()[0] else 0
+    family = socket.AF_INET6 if ":" in table.address else socket.AF_INET
+    try:
+        socket.create_server((table.address, port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            said = f"host.{host}.control_port = {port}: is in use at {table.address}; does host {host} run?"
+        else:
+            reason = os.strerror(error.errno or 0)
+            said = f"host.{host}.address = {table.address!r}: cannot listen there: {reason}"
+            if error.errno == errno.EADDRNOTAVAIL:
+                said += f"; is this machine host {host}?"
+        raise StartError(said) from None

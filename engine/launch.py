@@ -45,7 +45,7 @@ from actors.boot import (
     segment_sizes,
 )
 from actors.launcher import Launcher
-from actors.listeners import address_of, bind_client_paths, bind_client_ports, bind_doors
+from actors.listeners import address_of, bind_client_paths, bind_client_ports, bind_doors, check_address
 from actors.logs import open_log
 from actors.processes import Processes
 from actors.run import first_cause, open_network
@@ -377,6 +377,8 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
         return
     with ExitStack() as stack:
         with signals.interrupting():
+            if host:
+                check_address(topology, host)
             listeners = bind_doors(topology, stack, host)
             ports = bind_client_ports(topology, stack, host)
             folder, config = find_model(topology, True, host)

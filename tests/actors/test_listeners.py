@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from actors.listeners import address_of, bind_client_paths, bind_client_ports, bind_doors
+from actors.listeners import address_of, bind_client_paths, bind_client_ports, bind_doors, check_address
 from engine.errors import StartError
 from engine.launch import describe
 from engine.topology import Topology, parse
@@ -70,6 +70,51 @@ def test_an_ipv6_address_is_told_in_brackets(stack: ExitStack) -> None:
     except StartError:
         pytest.skip("this machine has no IPv6 on loopback")
     assert endpoint.startswith("tcp://[::1]:")
+
+
+HOSTS = """
+[host.x]
+address = "127.0.0.2"
+[host.y]
+address = "127.0.0.3"
+[gateway.a]
+on = "x"
+[gateway.b]
+on = "y"
+zmq_port = 0
+[worker.w]
+on = "y"
+role = "both"
+"""
+
+
+def test_only_the_doors_of_this_host_are_bound(stack: ExitStack) -> None:
+    asked = parse(HOSTS, "", ["gateway.a.port=0", "gateway.b.port=0"])
+    assert list(bind_doors(asked, stack, "x")) == ["a"]
+    assert list(bind_doors(asked, stack, "y")) == ["b"]
+    assert list(bind_client_ports(asked, stack, "x")["a"]) == []
+    assert len(bind_client_ports(asked, stack, "y")["b"]) == 1
+
+
+def test_a_host_is_where_its_address_is(stack: ExitStack) -> None:
+    taken = stack.enter_context(socket.create_server(("127.0.0.2", 0)))
+    port = taken.getsockname()[1]
+    asked = parse(HOSTS, "", [f"host.x.control_port={port}", f"host.y.control_port={port}"])
+    with pytest.raises(StartError, match=rf"^host.x.control_port = {port}: is in use at 127.0.0.2"):
+        check_address(asked, "x")
+    check_address(asked, "y")  # its own is not used
+    taken.close()
+    check_address(asked, "x")
+    for elsewhere in ("192.0.2.1", "2001:db8::1"):
+        asked = parse(HOSTS, "", [f"host.y.address={elsewhere}"])
+        with pytest.raises(StartError, match=rf"^host.y.address = '{elsewhere}': cannot listen there: "):
+            check_address(asked, "y")
+
+
+def test_a_resolved_topology_of_hosts_is_one_to_start_from() -> None:
+    resolved = parse(HOSTS, "")
+    assert parse(describe(resolved), "") == resolved
+    assert describe(resolved).splitlines()[1].startswith("# actors of host y: allocator-y (allocator)")
 
 
 @pytest.mark.parametrize("setting", ["gateway.a.zmq_port=7", "kv.pages=9"])

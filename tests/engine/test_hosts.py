@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.hosts import DEADLINES, LEAVE_S
 from engine.ids import LIFE_BITS, Incarnation
-from engine.messages import HostFacts, Join, ProcessFact
+from engine.messages import HostFacts, Join, ProcessFact, Suspicion
 from engine.supervision import STOP_S, Over, Phase
 from engine.topology import parse
 
@@ -119,6 +119,18 @@ def test_a_still_heart_on_another_host_is_killed_there() -> None:
     cluster.turns(3)
     assert cluster.settled()
     assert Incarnation("wb", 2) in cluster.rosters
+
+
+def test_who_is_suspected_on_another_host_is_killed_there() -> None:
+    cluster = running()
+    assert cluster.monitor is not None
+    host = cluster.hosts["a"]
+    suspicion = Suspicion(Incarnation("back", 1), "it does not take its messages")
+    cluster._tell(host, cluster.monitor.handle(Incarnation("front", 1), suspicion, cluster.now))
+    cluster.pump()
+    assert Incarnation("back", 1) not in cluster.hosts["b"].alive
+    cluster.turns(3)
+    assert cluster.settled()
 
 
 def test_a_host_whose_launcher_was_killed_is_declared_dead_by_its_silence() -> None:

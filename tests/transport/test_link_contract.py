@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 
+from engine.errors import StartError
 from transport.faulty import FaultyNetwork
 from transport.memory import MemoryNetwork
 from transport.zeromq import ZeroMQNetwork
@@ -354,3 +356,31 @@ def test_nothing_is_left_behind(kind: Kind, tmp_path: Path) -> None:
         trio.run(talk)
     assert open_fds() == before
     assert list(tmp_path.rglob("*.*")) == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+def test_a_tcp_inbox_is_where_it_was_asked_for(host: str, tmp_path: Path) -> None:
+    """At one address and port, which the next one finds taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, 0), family=family) as probe:
+            port = probe.getsockname()[1]
+    except OSError:
+        pytest.skip(f"this machine has no address {host}")
+
+    async def talk() -> None:
+        network = ZeroMQNetwork(tmp_path, kind="tcp", host=host, port=port)
+        try:
+            inbox = network.bind("launcher.1")
+            shown = f"[{host}]" if ":" in host else host
+            assert inbox.endpoint == f"tcp://{shown}:{port}"
+            outbox = network.connect(inbox.endpoint)
+            with trio.fail_after(LIMIT_S):
+                await outbox.send(b"one")
+                assert await inbox.receive() == b"one"
+            with pytest.raises(StartError, match="in use"):
+                network.bind("launcher.2")
+        finally:
+            network.close()
+
+    trio.run(talk)
