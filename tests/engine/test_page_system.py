@@ -274,12 +274,58 @@ def test_pages_are_found_by_the_same_identity_and_salt_only() -> None:
 # ── anything, in any order ────────────────────────────────────────────────────────────────────
 
 
+def live(world: World, order: random.Random, count: int) -> None:
+    """So many times whatever may happen: mostly work, and now and then a death, alone or with others."""
+    for _ in range(count):
+        chance = order.random()
+        workers = sorted(set(world.roles) & set(world.alive))
+        if chance < 0.06:
+            length, salt, kept = order.randint(1, 14), order.choice(SALTS), order.choice([b"", b"kept"])
+            prompt = prompt_of(order.randint(0, 2), length)
+            n = order.choice([1, 1, 2, 3])
+            world.submit(prompt, length + order.randint(1, 8), n=n, salt=salt, keepsake=kept)
+        elif chance < 0.07 and world.open:
+            world.cancel(order.choice(sorted(world.open)))
+        elif chance < 0.085:
+            others = ("allocator", "gateway", "scheduler")
+            victims = {order.choice([*workers, *workers, *others, "allocator"])}
+            if order.random() < 0.3:
+                victims |= {"allocator", order.choice(workers or others)}
+            for name in sorted(victims & set(world.alive)):
+                world.kill(name, ghost=order.random() < 0.7)
+        elif chance < 0.105 and world.ghosts:
+            ghost = order.choice(sorted(world.ghosts))
+            if order.random() < 0.5:
+                world.go_mad(ghost)
+            else:
+                world.prove_gone(ghost)
+        else:
+            busy(world, order, 3, restarts=0.02)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_whatever_happens_no_page_is_lost_and_none_is_wrong(topology: str) -> None:
+    """Thousands of steps; every so often all is started again, and then nothing may be left."""
+    for seed in range(8):
+        order = random.Random(f"{topology} {seed}")
+        world = new_world(topology, order.randint(9, 22))
+        for _ in range(3):
+            for _ in range(30):
+                live(world, order, 4)
+                check(world)
+            world.settle()
+            check(world)
+
+
 class Machine(RuleBasedStateMachine):
     """Requests that share, fork and end; workers and allocators that die, alone and together; ghosts."""
 
-    @initialize(topology=st.sampled_from(sorted(TOPOLOGIES)), pages=st.integers(9, 22))
-    def begin(self, topology: str, pages: int) -> None:
+    @initialize(
+        topology=st.sampled_from(sorted(TOPOLOGIES)), pages=st.integers(9, 22), seed=st.integers(0, 2**32)
+    )
+    def begin(self, topology: str, pages: int, seed: int) -> None:
         self.world = new_world(topology, pages)
+        live(self.world, random.Random(seed), 60)
 
     @rule(
         family=st.integers(0, 2),
@@ -348,7 +394,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=50,
+    max_examples=25,
     stateful_step_count=50,
     deadline=None,
     # A failure prints its whole story anyway; shrinking one takes minutes.
