@@ -1,4 +1,4 @@
-"""Slots of workers: a prefill and a decode slot together, on one host."""
+"""Slots of workers: a prefill and a decode slot together, on one host where that can be."""
 
 from __future__ import annotations
 
@@ -43,6 +43,17 @@ def test_a_prefill_slot_without_a_decode_slot_beside_it_is_no_place() -> None:
     assert slots.free().prefill == 2, "those of host a cannot be used"
     assert slots.free().decode == 2
     slots.died(E)
+    assert slots.where((), ("a", "b")) is None
+    assert slots.free().prefill == 0
+
+
+def test_a_host_that_only_fills_hands_over_to_another_one() -> None:
+    slots = Slots()
+    slots.offered(P, 2, 0, "a")
+    slots.offered(E, 0, 1, "b")
+    assert slots.where((), ("a", "b")) == (P, E)
+    assert slots.where((), ("a",)) is None
+    slots.occupy(key(1), None, E)
     assert slots.where((), ("a", "b")) is None
     assert slots.free().prefill == 0
 
@@ -94,8 +105,9 @@ def test_a_place_is_found_exactly_where_there_is_one(
         (names[p], names[d])
         for p, (prefills, _, host) in enumerate(workers)
         for d, (_, decodes, other) in enumerate(workers)
-        if host == other
-        and host in hosts
+        if host in hosts
+        and other in hosts
+        and (host == other or not any(decodes for _, decodes, there in workers if there == host))
         and prefilling[p] < prefills
         and decoding[d] < decodes
         and not {p, d} & excluded
