@@ -603,7 +603,7 @@ def decoding(role: str = "decode", length: int = 11, *, supply: bool = True) -> 
 
 @pytest.mark.parametrize("role", ["decode", "both"])
 def test_a_choice_shares_the_full_pages_of_a_sibling_that_decodes(role: str) -> None:
-    """Also where there are no prefill slots: its first slice fills what is left, and samples."""
+    """Also where there are no prefill slots; from the page that the sibling is writing it takes a copy."""
     desk = decoding(role)
     assert desk.start(length=11, choice=1) == [Send(FRONT, TermAccepted(SequenceKey(1, 1), 2))]
     sibling, choice = desk.sequence(0), desk.sequence(1)
@@ -615,8 +615,11 @@ def test_a_choice_shares_the_full_pages_of_a_sibling_that_decodes(role: str) -> 
     assert plan is not None
     assert [(p.sequence.key.choice, p.start, p.length, p.samples) for p in plan.slices] == [
         (0, 10, 1, True),
-        (1, 8, 3, True),
+        (1, 10, 1, True),
     ]
+    [fork] = plan.forks
+    assert (fork.sibling, fork.source, fork.target) == (sibling, sibling.pages[2], choice.pages[2])
+    assert desk.table.record(fork.target.index)[3:] == (1, 1, 2, 2, 2)
     [step] = sent(desk.complete(plan), StepTokens)
     assert isinstance(step, StepTokens)
     assert [(row.key.choice, row.term, row.position) for row in step.rows] == [(0, 2, 11), (1, 2, 11)]
@@ -728,12 +731,31 @@ def test_a_page_that_is_being_filled_is_not_shared() -> None:
     desk.start(length=8, choice=1)
     plan = desk.plan()
     assert plan is not None
-    assert [(piece.start, piece.length) for piece in plan.slices] == [(7, 1), (4, 4)]
+    assert [(piece.start, piece.length) for piece in plan.slices] == [(7, 1), (7, 1)]
+    assert [(fork.source, fork.target) for fork in plan.forks] == [
+        (desk.sequence(0).pages[1], desk.sequence(1).pages[1])
+    ], "it is copied, as far as it was written before the step"
     desk.start(length=8, choice=2, more=(3, 3))
     assert desk.sequence(2).pages == desk.sequence(0).pages[:1]
     desk.complete(plan)
     desk.start(length=8, choice=3, more=(3, 3))
     assert desk.sequence(3).pages == desk.sequence(0).pages[:2]
+
+
+def test_a_page_that_is_being_copied_stays_until_the_step_has_read_it() -> None:
+    """Its own sequence is cancelled meanwhile."""
+    desk = decoding(length=8)
+    desk.start(length=8, choice=1)
+    plan = desk.plan()
+    assert plan is not None
+    [fork] = plan.forks
+    desk.tell(FRONT, Cancel(KEY, 9))
+    assert fork.source not in desk.freed
+    desk.complete(plan)
+    assert fork.source in desk.freed
+    assert fork.target in desk.sequence(1).pages
+    desk.step(STOP_TOKEN)
+    desk.all_is_released()
 
 
 def test_a_choice_that_comes_back_shares_what_is_equal_and_is_filled_in_its_turn() -> None:
