@@ -57,7 +57,7 @@ from engine.errors import EstafetError, StartError, UsageError
 from engine.layout import Vitals
 from engine.model import ModelConfig, read_config
 from engine.supervision import Announce, raise_if_failed
-from engine.topology import NAMED_TABLES, Topology, parse
+from engine.topology_file import NAMED_TABLES, parse
 from transport.segments import create_segment, map_segment
 from transport.writers import WriterLocks
 
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
     from engine.ids import Incarnation
     from engine.shapes import PageShape
-    from engine.topology import Actor
+    from engine.topology import Actor, Topology
 
 TOPOLOGIES = Path(__file__).parent / "topologies"
 

@@ -12,11 +12,13 @@ import pytest
 from actors.listeners import address_of, bind_client_paths, bind_client_ports, bind_doors, check_address
 from engine.errors import StartError
 from engine.launch import describe
-from engine.topology import Topology, parse
+from engine.topology_file import parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from engine.topology import Topology
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from engine.hosts import Membership, OtherHosts
 from engine.ids import Incarnation
 from engine.messages import Drain, Drained, Hello, Join, Ready, Roster, Stop
 from engine.supervision import Announce, KillProcess, Over, Phase, Spawn, Supervisor
-from engine.topology import of_host, parse
+from engine.topology import of_host
+from engine.topology_file import parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -13,7 +13,7 @@ from engine.hosts import DEADLINES, LEAVE_S
 from engine.ids import LIFE_BITS, Incarnation
 from engine.messages import HostFacts, Join, ProcessFact, Suspicion
 from engine.supervision import STOP_S, Over, Phase
-from engine.topology import parse
+from engine.topology_file import parse
 
 LATE = round(DEADLINE / TICK) + 3
 """Turns after which silence has been noticed."""

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import engine
 from engine.errors import UsageError
-from engine.topology import FIXED_NAMES, Topology, parse
+from engine.topology import Topology
+from engine.topology_file import FIXED_NAMES, parse
 
 SHIPPED = sorted((Path(engine.__file__).parent / "topologies").glob("*.toml"))
 BASE = '[gateway.front]\nport = 0\n[worker.both]\nrole = "both"\n'
