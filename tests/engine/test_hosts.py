@@ -236,11 +236,12 @@ def test_the_first_launcher_killed_ends_the_others_in_time() -> None:
 # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_first_host_stops_all_of_them() -> None:
+def test_the_first_host_stops_all_of_them_and_waits_for_their_last_word() -> None:
     cluster = running()
     cluster.signal("a")
     cluster.turns(2)
     assert cluster.over == {"a": Over(0, None), "b": Over(0, None)}
+    assert cluster.heard("a")[-2:] == ["drain", "left"]
 
 
 def test_all_hosts_wait_for_open_requests_of_any_gateway() -> None:
