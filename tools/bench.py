@@ -4,6 +4,7 @@ python -m tools.bench kernels [--weights fp8] [--json FILE]
 python -m tools.bench serve --topology local --concurrency 1,4,16,32 [--json FILE]
 python -m tools.bench fairness --topology local --flood 200 [--json FILE]
 python -m tools.bench streams --topology local --streams 1000 [--json FILE]
+python -m tools.bench pages [--only ttft,allocator] [--trace FILE] [--json FILE]
 python -m tools.bench peers [--llama-bin DIR] [--openvino-python PYTHON] [--json FILE]
 """
 
@@ -18,7 +19,7 @@ import argparse
 import shlex
 import sys
 
-from tools import bench_fairness, bench_kernels, bench_peers, bench_serve, bench_streams
+from tools import bench_fairness, bench_kernels, bench_pages, bench_peers, bench_serve, bench_streams
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         ("serve", bench_serve, "latency and throughput of a system, as its clients see it"),
         ("fairness", bench_fairness, "what a flood of one client costs another one"),
         ("streams", bench_streams, "what very many open streams cost a gateway"),
+        ("pages", bench_pages, "the page system: waste, room, cached prefixes, what a page costs"),
         ("peers", bench_peers, "our speed against other engines on this machine"),
     ):
         command = commands.add_parser(

@@ -29,6 +29,8 @@ class Outcome:
     ended: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cache: dict[str, int] | None = None
+    """Where the prompt's tokens came from, when `x_estafet` asked for it and somebody knows."""
     error: str = ""
 
 
@@ -137,6 +139,8 @@ def read_stream(lines: Sequence[tuple[float, bytes]], outcome: Outcome) -> None:
         if event.get("usage"):
             outcome.prompt_tokens = event["usage"]["prompt_tokens"]
             outcome.output_tokens = event["usage"]["completion_tokens"]
+        if "x_estafet" in event:
+            outcome.cache = event["x_estafet"]["cache"]
         if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in event["choices"]):
             outcome.pieces.append(at)
     if not done:

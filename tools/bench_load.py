@@ -126,14 +126,14 @@ class Prompts:
 
     def __init__(self, words: Sequence[str], overhead: int) -> None:
         """`overhead` tokens has a prompt without any word: the template's, and those of LEAD."""
-        self._words = words
+        self.words = words
         self.overhead = overhead
 
     def make(self, tokens: int, draw: random.Random) -> str:
         """A prompt that has so many tokens, the template's included; ValueError when it has more anyway."""
         if tokens < self.overhead:
             raise ValueError(f"a prompt has at least {self.overhead} tokens, not {tokens}")
-        return " ".join([LEAD, *draw.choices(self._words, k=tokens - self.overhead)])
+        return " ".join([LEAD, *draw.choices(self.words, k=tokens - self.overhead)])
 
 
 class Request(NamedTuple):

@@ -92,10 +92,10 @@ def saturation(plan: Plan, prompt: int, output: int) -> dict[str, Any]:
         _check(outcomes)
         return figures
 
-    return _with_system(plan.options("unified", ["both"]), measure)
+    return with_system(plan.options("unified", ["both"]), measure)
 
 
-def _with_system(
+def with_system(
     options: argparse.Namespace, measure: Callable[[Running], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
     """What is measured of a system; of the report that goes around it there is one already."""
@@ -229,4 +229,4 @@ def pinned(plan: Plan, cores: Sequence[int], *, separate: bool) -> dict[str, Any
         file = Path(folder) / f"{name}.toml"
         file.write_text(pinned_topology(cores, pages, separate=separate), encoding="utf-8")
         workers = ["prefill", "decode"] if separate else ["both"]
-        return _with_system(plan.options(str(file), workers), lambda system: watch_streams(system, plan))
+        return with_system(plan.options(str(file), workers), lambda system: watch_streams(system, plan))

@@ -65,20 +65,25 @@ ROWS = (
 )  # fmt: skip
 
 
-def ratios(medians: Mapping[str, float]) -> dict[str, float | None]:
+def ratios(medians: Mapping[str, float], rows: Sequence[Row] = ROWS) -> dict[str, float | None]:
     """Every row's ratio; None where a figure is missing."""
     found: dict[str, float | None] = {}
-    for row in ROWS:
+    for row in rows:
         top = medians.get(row.top)
         bottom = 1.0 if row.bottom is None else medians.get(row.bottom)
         found[row.name] = top / bottom if top is not None and bottom else None
     return found
 
 
-def missing(found: Mapping[str, float | None], findings: Findings, parts: Sequence[str]) -> dict[str, str]:
+def missing(
+    found: Mapping[str, float | None],
+    findings: Findings,
+    parts: Sequence[str],
+    rows: Sequence[Row] = ROWS,
+) -> dict[str, str]:
     """Why a ratio is None."""
     why = {}
-    for row in ROWS:
+    for row in rows:
         if found[row.name] is None:
             if row.part not in parts:
                 why[row.name] = f"not asked for: --only {','.join(parts)}"

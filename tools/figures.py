@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools import bench_fairness, bench_ratios, bench_serve, bench_streams, evaluate
+from tools import bench_fairness, bench_page_rows, bench_ratios, bench_serve, bench_streams, evaluate
 from tools.install import say
 
 TABLES = {
@@ -25,6 +25,7 @@ TABLES = {
     "fairness": bench_fairness.markdown,
     "streams": bench_streams.markdown,
     "evaluate": evaluate.markdown,
+    "pages": bench_page_rows.markdown,
     "peers": bench_ratios.markdown,
 }
 BUSY = 0.5
