@@ -16,6 +16,7 @@ import trio
 
 from actors.landing import publish
 from engine.core import Send
+from engine.errors import StartError
 from engine.ids import Incarnation
 from engine.layout import NO_KEY, Seal
 from engine.lifecycle import PageState
@@ -67,6 +68,11 @@ class FileTier:
         names: Mapping[int, str],
     ) -> FileTier:
         """Open the file, and find what an earlier launch left in it. StartError when it cannot be."""
+        if form.slots(budget) == 0:
+            least = form.offset(1)
+            raise StartError(
+                f"allocator.file_bytes = {budget} has no room for a page; expected at least {least}"
+            )
         opened = await PageFile.open(path, form, budget)
         if opened.note:
             log.warning("file_tier_emptied", path=str(path), why=opened.note)
@@ -104,6 +110,8 @@ class FileTier:
         seal, origin = table.sealed(ref.index), table.origin(ref.index)
         slot = self.index.plan_store(seal.key) if seal.key != NO_KEY else None
         if slot is None:
+            # It is there already: whoever asks does not know, and is told once more.
+            self._told.discard(seal.key)
             return
         name = self._names.get(origin.ordinal, "unknown")
         page = TierPage(seal.key, seal.parent, seal.tokens, Incarnation(name, origin.epoch), seal.checksum)

@@ -14,6 +14,8 @@ from actors.file_tier import FileTier
 from actors.other_hosts import OtherHosts, party_of
 from actors.shell import Actor
 from engine.core import Send
+from engine.errors import StartError
+from engine.ids import is_first_life
 from engine.messages import (
     Drain,
     FetchEnded,
@@ -75,7 +77,14 @@ class ReplicatorActor(Actor):
         form = PageFormat(shape.page_bytes, shape.tokens, identity)
         names = {actor.ordinal: actor.name for actor in topology.actors()}
         budget = topology.allocator.file_bytes
-        self.file = await FileTier.open(Path(path), form, budget, self.table, self.pool, names)
+        try:
+            self.file = await FileTier.open(Path(path), form, budget, self.table, self.pool, names)
+        except StartError as error:
+            if is_first_life(self.me.epoch):
+                raise
+            # Of a system that runs the file is only a cache: it goes on without.
+            log.error("file_tier_lost", why=str(error))
+            return
         self.file.allocator = self.allocator
 
     async def serve(self) -> None:

@@ -34,6 +34,7 @@ from engine.messages import (
     FileKeys,
     LeaseReturned,
     LeaseWanted,
+    NobodyGivesWay,
     PagesDoubted,
     PagesHeld,
     PagesReleased,
@@ -186,6 +187,10 @@ class Allocator:
                     self._fetches.in_file(message)
             case PinWanted():
                 sends = [Send(source, fact) for fact in self._pinned.want(source, message, now)]
+            case NobodyGivesWay():
+                sends = [Send(gateway, fact) for gateway, fact in self._pinned.give_way()]
+                # Its pages may be held by others too: then the next one is asked for.
+                self._leases.exhausted_told = not sends
             case ReadWanted():
                 sends = [Send(source, self._reads.want(message, now))]
             case ReadEnded():

@@ -109,6 +109,8 @@ class Fetches:
         self._in_file: set[bytes] | None = None
         """Keys of the pages that the file holds; None: there is no file, or nobody has said yet."""
         self._spilling: set[PageRef] = set()
+        self._offered: set[PageRef] = set()
+        """Pages that the file was offered; what it did not keep, it is not offered again."""
         self.fetched: dict[Kind, int] = {"file": 0, "host": 0}
         self.spilled = 0
 
@@ -180,7 +182,8 @@ class Fetches:
     def _not_there(self, fetch: Fetch, landed: int, fillings: Fillings) -> None:
         """A source has less than was thought: whoever asks it again would wait for nothing."""
         if fetch.source.kind == "file" and self._in_file is not None:
-            self._in_file.difference_update(page.key for page in fetch.pages[landed:])
+            # What lies behind it in the file is of use again when this one is filled.
+            self._in_file.discard(fetch.pages[landed].key)
             return
         for filling in fillings:
             if filling.elsewhere == fetch.source.host:
@@ -205,13 +208,15 @@ class Fetches:
         if pages.free >= SPILL_BELOW * pages.table.pages:
             return []
         key_of = pages.cache.index.key_of
-        going = [page for page in pages.cache.coming(SPILLS_MOST) if not self._has_file(key_of(page))][:room]
-        if not going:
+        coming = [page for page in pages.cache.coming(SPILLS_MOST) if not self._has_file(key_of(page))]
+        refs = [ref for ref in map(pages.table.ref, coming) if ref not in self._offered][:room]
+        if not refs:
             return []
-        refs = tuple(pages.table.ref(page) for page in going)
+        going = [ref.index for ref in refs]
+        self._offered = {ref for ref in self._offered if pages.table.is_current(ref)} | set(refs)
         pages.cache.pin(going)
         self._spilling.update(refs)
-        return [Send(self.replicator[0], SpillWanted(refs))]
+        return [Send(self.replicator[0], SpillWanted(tuple(refs)))]
 
     def spill_ended(self, message: SpillEnded) -> None:
         """These were written, or not: they may go."""
@@ -232,6 +237,7 @@ class Fetches:
         self.replicator, self._in_file = None, None
         self._pages.unpin(page.index for page in self._spilling)
         self._spilling.clear()
+        self._offered.clear()
         for fetch in self._under_way.values():
             # Its targets are in quarantine: it may still write them.
             self._pages.unpin(ref.index for ref in fetch.targets)

@@ -25,6 +25,11 @@ class Incarnation(msgspec.Struct, frozen=True, array_like=True, gc=False, order=
         return f"{self.name}@{self.epoch}"
 
 
+def is_first_life(epoch: int) -> bool:
+    """Whether an actor was started for the first time by the present launcher of its host."""
+    return epoch % (1 << LIFE_BITS) == 1
+
+
 class SequenceKey(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
     """One choice of one request: what a worker runs as a sequence."""
 

@@ -526,7 +526,10 @@ class PinWanted(Message, frozen=True):
 
 
 class PinFact(Message, frozen=True):
-    """allocator → gateway: so many pages of the prefix are there and pinned."""
+    """allocator → gateway: so many pages of the prefix are there and pinned.
+
+    The answer to PinWanted; also of itself, when a pin had to give way.
+    """
 
     name: str
     pages: int
@@ -621,6 +624,10 @@ class PoolExhausted(Message, frozen=True):
     starving: Incarnation
 
 
+class NobodyGivesWay(Message, frozen=True):
+    """scheduler → allocator: whoever starves is alone; only what clients have pinned could be let go of."""
+
+
 class PagesSealed(Message, frozen=True):
     """worker → allocator, replicator: these will not change any more; the page table says what they hold."""
 
@@ -666,6 +673,7 @@ ToAllocator: TypeAlias = (
     | PinWanted
     | ReadWanted
     | ReadEnded
+    | NobodyGivesWay
 )
 ToReplicator: TypeAlias = Control | PagesSealed | FetchWanted | SpillWanted | ReadGranted | PageSite
 ToHealth: TypeAlias = Control | ProcessFacts | Suspicion

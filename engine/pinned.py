@@ -1,7 +1,9 @@
 """Prefixes that clients keep in memory, whatever the pressure, for a time.
 
 A gateway says what it wants kept, again to every new allocator; a pin goes with it, at its time, or at its
-word. All together may have a part of the pool: the rest must do for those who compute.
+word. All together may have a part of the pool: the rest must do for those who compute. Where it does not,
+for a single request that is as long as the pool allows, the newest pin gives way: a request that was let in
+is never left standing.
 """
 
 from __future__ import annotations
@@ -104,8 +106,10 @@ class Pinned:
             found = max(found, pages, key=len)
         kept = self._kept()
         limit = int(PINNED_MOST * self._pages.table.pages)
-        if len(kept | set(found)) > limit:
-            refused = f"{len(kept)} pages are pinned, {len(found)} more would pass the {limit} that may be"
+        # Of all its pages, also those that are to be filled: else that would be in vain.
+        more = most - len(kept.intersection(found))
+        if len(kept) + more > limit:
+            refused = f"{len(kept)} pages are pinned, {more} more would pass the {limit} that may be"
             return [PinFact(message.name, 0, refused)]
         self._pages.cache.pin(found)
         self._pins[name] = Pin(found, message.until)
@@ -121,6 +125,14 @@ class Pinned:
     def expire(self, now: float) -> bool:
         """Let go of what has had its time; whether there was any."""
         return self._drop(name for name, pin in tuple(self._pins.items()) if pin.until <= now)
+
+    def give_way(self) -> list[tuple[Incarnation, PinFact]]:
+        """Let go of the newest pin, if there is one; who is to be told what."""
+        if not self._pins:
+            return []
+        gateway, name = next(reversed(self._pins))
+        self._drop([(gateway, name)])
+        return [(gateway, PinFact(name, 0, "its pages were needed for a request"))]
 
     def _drop(self, names: Iterable[tuple[Incarnation, str]]) -> bool:
         dropped = [self._pins.pop(name) for name in names]

@@ -183,6 +183,10 @@ class Pins:
     def handle(self, message: PinFact) -> list[PinEffect]:
         """The allocator's answer; one to a pin that asks nothing is none."""
         pin = self._pins.get(message.name)
+        if pin is not None and pin.state is PinState.SETTLED and message.refused:
+            # It had to give way. It is asked for again when somebody else speaks for the pages.
+            pin.pages = 0
+            return [Settled(pin.name, "short", message.refused)]
         if pin is None or pin.state is not PinState.ASKING:
             return []
         pin.pages = max(0, min(message.pages, pin.whole))

@@ -29,6 +29,7 @@ from engine.core import Send, Statistics
 from engine.fairness import Claim, Fairness, FairQueue, Ticket, give_way
 from engine.messages import (
     Drain,
+    NobodyGivesWay,
     PagesCached,
     Place,
     PoolExhausted,
@@ -221,7 +222,7 @@ class Scheduler:
             case PoolExhausted():
                 host = self._host(source)
                 self._pools[host].exhausted = True
-                return self._preempt(host)
+                return self._preempt(host) or [Send(source, NobodyGivesWay())]
             case Roster() | Drain() | Stop():
                 return []
             case _:

@@ -171,6 +171,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     options = parser().parse_args(arguments)
+    if sys.stdout is None:
+        say("there is nowhere to draw: standard output is closed")
+        return 2
     paint = Paint(wants_colours(sys.stdout.isatty(), os.environ))
     try:
         run_dir, _ = find_logs(options.rundir)
@@ -192,6 +195,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read has had enough. What is still buffered must not fail again at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say(f"cannot write: {error.strerror or error}")
+        return 2
     return 0
 
 
