@@ -19,7 +19,7 @@ import trio
 from tools.bench_client import Client
 from tools.bench_load import Arrival, BenchFailed
 from tools.bench_serve import get_ready, measured, planned
-from tools.bench_system import milliseconds, percentile, run_with_system
+from tools.bench_system import first_of, milliseconds, percentile, run_with_system
 from tools.install import say
 
 if TYPE_CHECKING:
@@ -100,14 +100,22 @@ def with_system(
 ) -> dict[str, Any]:
     """What is measured of a system; of the report that goes around it there is one already."""
     kept: dict[str, Any] = {}
+    why: list[BaseException] = []
 
     async def keep(system: Running) -> dict[str, Any]:
-        kept.update(await measure(system))
+        try:
+            kept.update(await measure(system))
+        except Exception as error:
+            why.append(first_of(error))
+            raise
         return kept
 
     found = run_with_system(options, keep)
     if isinstance(found, int):
-        raise BenchFailed(f"{Path(options.topology).stem}: it could not be measured (exit code {found})")
+        if why and isinstance(why[0], BenchFailed):
+            raise why[0]
+        name = Path(options.topology or options.url).stem
+        raise BenchFailed(f"{name}: it could not be measured (exit code {found})")
     return kept
 
 

@@ -82,7 +82,7 @@ def run_with_system(
             try:
                 found = trio.run(until_signal, lambda: measure(system))
             except BaseExceptionGroup as group:
-                raise _first(group) from None
+                raise first_of(group) from None
             if isinstance(found, int):
                 raise KeyboardInterrupt if found == signal.SIGINT else SystemExit(128 + found)
             report |= found
@@ -97,7 +97,7 @@ def run_with_system(
     return report
 
 
-def _first(error: BaseException) -> BaseException:
+def first_of(error: BaseException) -> BaseException:
     """What went wrong, out of the groups that nurseries wrap it in."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,8 +1,12 @@
 """TTFT of a prompt that only the other host has, on two hosts that are network namespaces of this machine.
 
-Host a fills prompts; then its worker is killed and not started again, so that the next one who asks for them
-is served on host b, while the processor has nothing else to do: a's allocator and replicator still have the
-pages, and b fetches them over the link. Between such requests come prompts of this length that nobody has.
+    both-b is held   prompts are filled on host a
+    both-a is held   they are asked for again: host b fetches their pages from a over the link, and computes
+                     prompts of the same length that nobody has, in turn
+
+A worker is held by stopping its process (SIGSTOP) in the middle of a prompt: it lives and has no prefill slot
+free, so that requests go to the other host, and it takes nothing of the processor. A prompt counts as fetched
+when its answer says so.
 """
 
 from __future__ import annotations
@@ -30,16 +34,20 @@ from tools.install import ROOT
 from tools.namespaces import HOSTS, TwoHosts, cannot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from typing import IO
 
-    from tools.bench_prefixes import Plan
+    from tools.bench_prefixes import Plan, Questions
     from tools.system import Running
 
-TOPOLOGY, WORKER, OTHER = "two-hosts", "both-a", "both-b"
+TOPOLOGY = "two-hosts"
+WORKERS = {"a": "both-a", "b": "both-b"}
 PROMPTS = 8
 FEW = 3
 """Of fewer prompts that were fetched a median says nothing."""
+PATIENT_S = 600
+"""How long a worker may stand still before it is killed."""
+HELD_S = 60.0
 
 
 def prompts_of(asks: int) -> int:
@@ -59,22 +67,23 @@ class Ready(msgspec.Struct):
 
 
 @contextlib.contextmanager
-def both_hosts(plan: Plan) -> Iterator[Ready]:
-    """Both hosts of the topology, ready; what is known of host a, whose namespace this thread is in."""
+def both_hosts(plan: Plan) -> Iterator[dict[str, Ready]]:
+    """Both hosts of the topology, ready; this thread is in the namespace of host a meanwhile."""
+    computes = (*plan.computes, ("prefill_slots", 1))
     settings = plan.launcher(
         "gateway.front.port=0",
-        f"launch.restart_first_s={NEVER_S}",
-        f"launch.restart_most_s={NEVER_S}",
-        *(f"worker.{name}.{key}={value}" for name in (WORKER, OTHER) for key, value in plan.computes),
+        f"health.deadline_s={PATIENT_S}",
+        "scheduler.reserve=0",  # else nobody has both slots at once
+        *(f"worker.{name}.{key}={value}" for name in WORKERS.values() for key, value in computes),
     )
     with contextlib.ExitStack() as stack:
         pair = stack.enter_context(TwoHosts("estafet-bench"))
         launchers: list[subprocess.Popen[bytes]] = []
         stack.callback(_stop, launchers)
-        waiting: list[IO[str]] = []
+        waiting: dict[str, IO[str]] = {}
         for host in HOSTS:
             reading, writing = os.pipe()
-            waiting.append(stack.enter_context(os.fdopen(reading)))
+            waiting[host] = stack.enter_context(os.fdopen(reading))
             command = [sys.executable, "-m", "engine.launch", TOPOLOGY, "--host", host, *settings]
             try:
                 with pair.inside(host):
@@ -85,11 +94,11 @@ def both_hosts(plan: Plan) -> Iterator[Ready]:
                     )
             finally:
                 os.close(writing)
-        lines = [stream.readline() for stream in waiting]
-        if not all(lines):
+        lines = {host: stream.readline() for host, stream in waiting.items()}
+        if not all(lines.values()):
             raise BenchFailed("the two hosts could not be started")
         stack.enter_context(pair.inside("a"))
-        yield msgspec.json.decode(lines[0], type=Ready)
+        yield {host: msgspec.json.decode(line, type=Ready) for host, line in lines.items()}
 
 
 def _stop(launchers: list[subprocess.Popen[bytes]]) -> None:
@@ -102,47 +111,72 @@ def _stop(launchers: list[subprocess.Popen[bytes]]) -> None:
         launcher.wait()
 
 
+@contextlib.asynccontextmanager
+async def held(host: str, pid: int, client: Client, questions: Questions) -> AsyncIterator[None]:
+    """A host whose only prefill slot is taken by a prompt that goes on when the block is left."""
+
+    async def until(prefilling: int, what: str) -> None:
+        """So many prompts are being filled, and nothing else goes on: the scheduler knows of both hosts."""
+        with trio.move_on_after(HELD_S) as patience:
+            while True:
+                figures = (await client.get("/statistics"))["scheduler"]
+                if (figures["requests"], figures["requests_prefilling"]) == (prefilling, prefilling):
+                    break
+                await trio.sleep(0.05)
+        if patience.cancelled_caught:
+            raise BenchFailed(what)
+
+    async with trio.open_nursery() as nursery:
+        for _ in WORKERS:  # as many as there are slots: each host has one
+            nursery.start_soon(questions.ask, questions.system())
+        await until(len(WORKERS), "the hosts never filled a prompt each")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await until(1, f"only {WORKERS[host]} should have something to do")
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
 async def measure_hosts(
-    system: Running, run_dir: Path, plan: Plan, took: Callable[[], object]
+    system: Running, pids: dict[str, int], plan: Plan, took: Callable[[], object]
 ) -> dict[str, Any]:
     """TTFTs of prompts that are fetched, and of those that are computed, on host b."""
     questions = await questions_for(system, plan.seed)
     client = Client(system.url)
     ours = [questions.system() for _ in range(prompts_of(plan.asks))]
-    for system_part in ours:
-        await questions.pause()
-        await questions.ask(system_part)
-        took()
-    await settled(client)
-    os.kill(observe.lives(run_dir)[WORKER][-1].pid, signal.SIGKILL)
-    with trio.move_on_after(LOST_S) as patience:
-        while (await client.get("/statistics"))["scheduler"]["workers"] > 1:  # noqa: ASYNC110
-            await trio.sleep(0.1)
-    if patience.cancelled_caught:
-        raise BenchFailed(f"nobody noticed that {WORKER} was killed")
-    # The order is drawn, lest what is first pays for all; the first request of all is not counted.
-    todo: list[str | None] = [*ours, *[None] * len(ours)]
-    random.Random(f"{plan.seed} hosts").shuffle(todo)
-    await cold(questions)
     fetched: list[float] = []
     computed: list[float] = []
-    for prompt in todo:
-        await questions.pause()
-        if prompt is None:
-            computed.append(await cold(questions))
-        else:
-            outcome = await questions.ask(prompt)
-            # What host b has filled itself, since it took a request before, is no fetch.
-            if (outcome.cache or {}).get("host") == CACHED:
-                fetched.append(ttft(outcome))
-        took()
+    others: list[str] = []
+    async with held("b", pids["b"], client, questions):
+        for prompt in ours:
+            await questions.pause()
+            await questions.ask(prompt)
+            took()
+    await settled(client)
+    async with held("a", pids["a"], client, questions):
+        # The order is drawn, lest one kind always comes first.
+        todo: list[str | None] = [*ours, *[None] * len(ours)]
+        random.Random(f"{plan.seed} hosts").shuffle(todo)
+        for again in todo:
+            await questions.pause()
+            if again is None:
+                computed.append(await cold(questions))
+            else:
+                outcome = await questions.ask(again)
+                if (outcome.cache or {}).get("host") == CACHED:
+                    fetched.append(ttft(outcome))
+                else:
+                    others.append(f"one was {outcome.cache}")
+            took()
     if len(fetched) < FEW:
-        raise BenchFailed(f"only {len(fetched)} of {len(ours)} prompts were fetched from the other host")
+        raise BenchFailed("; ".join((f"only {len(fetched)} of {len(ours)} prompts were fetched", *others)))
     return {
         "remote_ttft_p50_ms": p50_ms(fetched),
         "computed_ttft_p50_ms": p50_ms(computed),
         "remote_ttfts_s": fetched,
         "computed_ttfts_s": computed,
+        "not_fetched": others,
     }
 
 
@@ -152,9 +186,10 @@ def between_hosts(plan: Plan, took: Callable[[], object]) -> dict[str, Any]:
         raise BenchFailed(why)
     try:
         with both_hosts(plan) as ready:
+            pids = {host: observe.lives(Path(ready[host].run_dir))[WORKERS[host]][-1].pid for host in HOSTS}
             return with_system(
-                plan.options(url=ready.url),
-                lambda system: measure_hosts(system, Path(ready.run_dir), plan, took),
+                plan.options(url=ready["a"].url),
+                lambda system: measure_hosts(system, pids, plan, took),
             )
     except EstafetError as error:
         raise BenchFailed(str(error)) from error

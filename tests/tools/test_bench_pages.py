@@ -228,8 +228,9 @@ def test_systems_are_started_with_every_core_for_each_worker() -> None:
     assert all((w.role, w.threads, w.backend) == ("both", 3, "native") for w in topology.worker.values())
     assert (topology.kv.pages, topology.kv.dtype) == (bench_prefixes.PAGES, "float32")
     hosts = read_topology(bench_two_hosts.TOPOLOGY, plan.launcher()[1::2])
-    assert {bench_two_hosts.WORKER, bench_two_hosts.OTHER} == set(hosts.worker)
-    assert hosts.host_of(bench_two_hosts.WORKER) == hosts.hosts()[0]
+    assert {name: worker.on for name, worker in hosts.worker.items()} == {
+        name: host for host, name in bench_two_hosts.WORKERS.items()
+    }
 
 
 async def test_a_hit_of_the_wrong_worker_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
