@@ -34,6 +34,7 @@ from engine.fairness import Fairness
 from engine.ids import Incarnation, SequenceKey
 from engine.messages import (
     Drain,
+    NobodyGivesWay,
     Place,
     PoolExhausted,
     PoolFact,
@@ -319,6 +320,13 @@ def exhausted(desk: Desk) -> list[int]:
     return preempted(desk.tell(ALLOCATOR, PoolExhausted(D)))
 
 
+def test_who_is_alone_gives_way_to_nobody_and_the_allocator_hears_of_it() -> None:
+    """Then only what clients have pinned can be let go of."""
+    desk = Desk((P, 8, 0), (D, 0, 8))
+    desk.decoding(1)
+    assert desk.tell(ALLOCATOR, PoolExhausted(D)) == [Send(ALLOCATOR, NobodyGivesWay())]
+
+
 def test_the_newest_gives_way() -> None:
     desk = Desk((P, 8, 0), (D, 0, 8))
     for count in (2, 3, 1):
@@ -587,6 +595,9 @@ class Machine(RuleBasedStateMachine):
         victims = [send.message.key for send in sends if isinstance(send.message, Preempt)]
         for send in sends:
             message = send.message
+            if isinstance(message, NobodyGivesWay):
+                assert (send.to, victims) == (ALLOCATOR, [])
+                continue
             assert isinstance(message, Place | Preempt)
             choice = self.choices[message.key]
             assert send.to == self.gateways[choice.gateway], "not to the one who said it"
