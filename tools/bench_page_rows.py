@@ -16,7 +16,7 @@ ROWS = (
     Row("waste_page32", "the same: pages of 32", "waste_page32_share", None, None, part="waste"),
     Row("waste_static", "the same: each sequence has the slots of the longest", "waste_static_share", None,
         None, part="waste"),
-    Row("concurrency_vs_static", "sequences that decode in one step: against slots for the longest each",
+    Row("concurrency_vs_static", "sequences that decode at once: against slots for the longest each",
         "running_sequences", "static_sequences", 4.0, part="concurrency"),
     Row("concurrency_vs_lengths", "that ratio: of longest / mean length of the trace",
         "concurrency_times", "longest_over_mean_times", 0.9, part="concurrency"),

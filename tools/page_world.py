@@ -76,7 +76,7 @@ class Moment(NamedTuple):
     """On workers, whether they have a page or wait for their first."""
     with_pages: int
     decoding: int
-    """Of the step that runs; none in one that fills."""
+    """Of those with pages, also who stands still for want of one more; none in a step that fills."""
     allocated: int
     """Slots of all pages that are neither free nor cached."""
     used: int
@@ -240,11 +240,12 @@ class PageWorld:
         writable = (states == PageState.LEASED) | (states == PageState.OPEN)
         pages = int((writable | held).sum())
         sequences = [s for worker in self.workers.values() for s in worker.sequences]
+        decoding = sum(s.state is SequenceState.DECODE and bool(s.pages) for s in sequences)
         return Moment(
             plan.rows,
             len(sequences),
             sum(bool(sequence.pages) for sequence in sequences),
-            sum(piece.sequence.state is SequenceState.DECODE for piece in plan.slices),
+            decoding if any(s.state is SequenceState.DECODE for s, *_ in plan.slices) else 0,
             pages * self.setup.page_tokens,
             sum(sequence.computed for sequence in sequences),
         )
@@ -316,10 +317,10 @@ class Room(NamedTuple):
 def room(
     setup: Setup, lengths: Sequence[Length], took: Callable[[int], object] = lambda number: None
 ) -> Room:
-    """How many sequences decode in one step, when there are always more than there is room for.
+    """How many sequences decode at once, when there are always more than there is room for.
 
-    The mean over those steps: there is one whenever no prompt can be filled any more. What decodes in the
-    first of them began at once, so none counts before as many requests have ended.
+    The mean over the steps that decode: there is one whenever no prompt can be filled any more. What decodes
+    in the first of them began at once, so none counts before as many requests have ended.
     """
     world = PageWorld(setup, lengths)
     sequences, used, first = Mean(), Mean(), 0
