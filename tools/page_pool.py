@@ -158,21 +158,20 @@ class Pool:
         numbers = numbers.reshape(-1)
         is_open = kinds[where] == OPEN
         slots = np.where(is_open, of[:, 3] & np.uint64(MASK32), self.table.page_tokens)
-        blocks = of[:, 3] >> np.uint64(32)
-        shares = []
-        for number, (request, choice) in enumerate(choices.tolist()):
-            mine = numbers == number
-            last = int(of[mine, 4][blocks[mine].argmax()])
-            shares.append(
-                Share(
-                    request_name(request),
-                    choice,
-                    self.name(Owner(last >> 32, last & MASK32)),
-                    int(mine.sum()),
-                    int((mine & is_open).sum()),
-                    int(slots[mine].sum()),
-                )
-            )
+        pages = np.bincount(numbers)
+        # of each choice the page with the highest block
+        last = np.lexsort((of[:, 3] >> np.uint64(32), numbers))[pages.cumsum() - 1]
+        columns = (
+            *choices.T.tolist(),
+            of[last, 4].tolist(),
+            pages.tolist(),
+            np.bincount(numbers, is_open).astype(int).tolist(),
+            np.bincount(numbers, slots).astype(int).tolist(),
+        )
+        shares = [
+            Share(request_name(request), choice, self.name(Owner(by >> 32, by & MASK32)), *counts)
+            for request, choice, by, *counts in zip(*columns, strict=True)
+        ]
         return sorted(shares, key=lambda share: (-share.pages, share.request, share.choice))
 
     def name(self, owner: Owner) -> str:

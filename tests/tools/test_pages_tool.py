@@ -130,8 +130,9 @@ def test_requests_are_told_with_who_fills_them() -> None:
     segments = Segments.in_memory()
     owner = Owner(WORKER, 1)
     row = segments.table.claim(owner)
-    for block, page in enumerate((7, 3, 9)):
-        segments.fill(page, owner, 0x0400000100000002, block, PAGE_TOKENS if block < 2 else 5)
+    for block, page in enumerate((7, 9, 3)):
+        by, valid = (Owner(4, 1), PAGE_TOKENS) if block < 2 else (owner, 5)
+        segments.fill(page, by, 0x0400000100000002, block, valid)
         row[page] = 1
     segments.fill(20, owner, 0x0400000100000003, 0, 2, choice=1)
     segments.publish(pages_total=PAGES, pages_in_file=4, pages_pinned=2, steps=9)
