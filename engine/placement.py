@@ -85,13 +85,20 @@ class Offer(NamedTuple):
     elsewhere_pages: int
 
 
-def offers(loads: Iterable[HostLoad], cache: ClusterCache, keys: Sequence[bytes], pages: int) -> list[Offer]:
+def offers(
+    loads: Iterable[HostLoad],
+    cache: ClusterCache,
+    keys: Sequence[bytes],
+    pages: int,
+    others: Iterable[str] = (),
+) -> list[Offer]:
     """What each host offers for a prompt of so many pages with these keys, the best first.
 
-    Hosts that cost the same come in the order of their names.
+    `others` are hosts that offer nothing, but whose pages may be fetched. Hosts that cost the same come in
+    the order of their names.
     """
     loads = list(loads)
-    there = {load.host: cache.cached(load.host, keys) for load in loads}
+    there = {host: cache.cached(host, keys) for host in (*(load.host for load in loads), *others)}
     return sorted(
         (_offer(load, there, pages) for load in loads), key=lambda offer: (offer.seconds, offer.host)
     )

@@ -340,7 +340,9 @@ class Scheduler:
         made: list[Offer] = []
         for identity in sorted(set(groups.values())):
             same = [load for load in loads if groups[load.host] == identity]
-            made += offers(same, self._cluster, self._keys(entry, identity), wanted)
+            # Also of hosts where nobody could fill it now: their pages outlive their workers.
+            others = {host for host, known in self._identities.items() if known == identity} - set(groups)
+            made += offers(same, self._cluster, self._keys(entry, identity), wanted, sorted(others))
         for offer in sorted(made, key=lambda offer: (offer.seconds, offer.host)):
             where = self._slots.where(entry.fact.excluding, hosts, offer.host)
             if where is not None:

@@ -34,6 +34,11 @@ def test_a_host_that_is_busy_enough_loses_its_prefix_to_an_idle_one_that_fetches
     assert (other.host, other.elsewhere) == ("b", "")
 
 
+def test_pages_are_fetched_from_a_host_that_cannot_fill_any() -> None:
+    [only] = offers([HostLoad("a")], cache_of(b=10), KEYS, 12, ["b"])
+    assert (only.host, only.elsewhere, only.elsewhere_pages) == ("a", "b", 10)
+
+
 def test_what_is_slower_to_move_than_to_fill_is_filled() -> None:
     [best, _] = offers([HostLoad("a", page_fetch_s=0.03), HostLoad("b", 99.0)], cache_of(b=10), KEYS, 12)
     assert (best.host, best.elsewhere, best.elsewhere_pages) == ("a", "", 0)
