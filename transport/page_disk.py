@@ -10,6 +10,7 @@ read verifies, says so. The file is a cache; what it loses is computed again.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -20,7 +21,6 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from engine.errors import StartError
 from transport.page_format import BLOCK, FILE_MAGIC
@@ -171,8 +171,10 @@ class PageDisk:
 
 def is_aligned(memory: memoryview) -> bool:
     """Whether O_DIRECT can read into or write from this memory as it is."""
-    address: int = np.frombuffer(memory, np.uint8).ctypes.data
-    return address % BLOCK == 0 and len(memory) % BLOCK == 0
+    if memory.readonly or len(memory) == 0 or len(memory) % BLOCK:
+        # ctypes, which tells the address, takes only what may be written.
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) % BLOCK == 0
 
 
 def _open_locked(path: Path) -> tuple[int, str]:
