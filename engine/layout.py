@@ -8,7 +8,7 @@ stored at once, and the word that makes a record valid is always stored last.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
@@ -155,7 +155,9 @@ class PageTable:
         at = page * self.WORDS
         words = self.words
         head = words[at]
-        leased = head & ~0xFF | _after(head, LEASE)
+        if (state := LEASE[head & 0xFF]) < 0:
+            _refuse(head, PageEvent.LEASE)
+        leased = head & ~0xFF | state
         words[at + 1 : at + 11] = NOTHING
         words[at + 4] = words[at + 7] = owner.ordinal << 32 | owner.epoch
         words[at] = leased
@@ -166,11 +168,12 @@ class PageTable:
         at = page * self.WORDS
         words = self.words
         head = words[at]
-        opened = head & ~0xFF | _after(head, OPEN)
+        if (state := OPEN[head & 0xFF]) < 0:
+            _refuse(head, PageEvent.OPEN)
         words[at + 1] = request
         words[at + 2] = choice << 32 | term
         words[at + 3] = block << 32
-        words[at] = opened
+        words[at] = head & ~0xFF | state
 
     def fill(self, page: int, valid: int) -> None:
         """Publish how many slots of an OPEN page are valid, before any token that depends on it."""
@@ -191,7 +194,9 @@ class PageTable:
             self._tokens[page * size : (page + 1) * size] = seal.tokens
         at = page * self.WORDS
         head = self.words[at]
-        self.words[at] = head & ~0xFF | _after(head, SEAL)
+        if (state := SEAL[head & 0xFF]) < 0:
+            _refuse(head, PageEvent.SEAL)
+        self.words[at] = head & ~0xFF | state
 
     def sealed(self, page: int) -> Seal:
         """What a SEALED page was published with."""
@@ -213,8 +218,11 @@ class PageTable:
     def free(self, page: int) -> None:
         """→ FREE with the next generation, by the allocator."""
         at = page * self.WORDS
-        head = self.words[at]
-        self.words[at] = ((head >> 32) + 1 & MASK32) << 32 | _after(head, FREE)
+        words = self.words
+        head = words[at]
+        if (state := FREE[head & 0xFF]) < 0:
+            _refuse(head, PageEvent.FREE)
+        words[at] = ((head >> 32) + 1 & MASK32) << 32 | state
 
     def claim(self, owner: Owner) -> memoryview:
         """A new incarnation takes a row of holders, empty: a byte a page, 1 where it holds the page."""
@@ -254,13 +262,9 @@ LEASE, OPEN, SEAL, FREE = (
 NOTHING = memoryview(bytes(10 * WORD)).cast("Q")
 
 
-def _after(head: int, event: tuple[int, ...]) -> int:
-    """The number of the state after an event of a page whose first word this is, or IllegalTransition."""
-    state = event[head & 0xFF]
-    if state < 0:
-        names = {LEASE: "LEASE", OPEN: "OPEN", SEAL: "SEAL", FREE: "FREE"}
-        raise IllegalTransition(f"PageState.{STATES[head & 0xFF].name} has no {names[event]}")
-    return state
+def _refuse(head: int, event: PageEvent) -> NoReturn:
+    """A page with this first word is in a state that has no such event."""
+    raise IllegalTransition(f"PageState.{STATES[head & 0xFF].name} has no {event.name}")
 
 
 class LogRecord(NamedTuple):
