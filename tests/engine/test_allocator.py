@@ -1034,7 +1034,7 @@ TestMachine.settings = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
-    # The same days each time: of those drawn by chance one in twelve runs fails, and is to be explained first.
+    # The same days each time: drawn by chance, one run in twelve fails, which is to be explained first.
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
