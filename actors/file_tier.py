@@ -45,11 +45,17 @@ class FileTier:
     """The file of one host, its index, and the pool beside it."""
 
     def __init__(
-        self, file: PageFile, index: TierIndex, table: PageTable, pool: PagePool, names: Mapping[int, str]
+        self,
+        file: PageFile,
+        index: TierIndex,
+        table: PageTable,
+        pool: PagePool,
+        names: Mapping[int, str],
+        allocator: str,
     ) -> None:
-        """`names` of actors by their ordinals: who computed a page is written beside it."""
-        self.allocator = "allocator"
-        """That of this host."""
+        """`names` of actors by their ordinals: who computed a page is written beside it. `allocator`: that
+        of this host."""
+        self.allocator = allocator
         self.file = file
         self.index = index
         self._table = table
@@ -66,6 +72,7 @@ class FileTier:
         table: PageTable,
         pool: PagePool,
         names: Mapping[int, str],
+        allocator: str,
     ) -> FileTier:
         """Open the file, and find what an earlier launch left in it. StartError when it cannot be."""
         if form.slots(budget) == 0:
@@ -78,7 +85,7 @@ class FileTier:
             log.warning("file_tier_emptied", path=str(path), why=opened.note)
         index = TierIndex(opened.file.slots, opened.pages)
         log.info("file_tier_opened", path=str(path), pages=len(index), slots=opened.file.slots)
-        return cls(opened.file, index, table, pool, names)
+        return cls(opened.file, index, table, pool, names, allocator)
 
     def all_keys(self) -> FileKeys:
         """What a new allocator is told."""

@@ -20,7 +20,7 @@ from actors.landing import publish
 from engine.core import Send
 from engine.lifecycle import PageState
 from engine.messages import FetchEnded, PageSite, ReadEnded, ReadGranted, ReadWanted
-from transport.checksum import checksum
+from transport.checksum import page_checksum
 from transport.errors import TransportError
 from transport.page_fetch import PageFetcher
 from transport.page_hosts import PageParty
@@ -111,7 +111,7 @@ class OtherHosts:
             for page, arrived in zip(message.pages, whole, strict=False):
                 if not arrived:
                     break
-                publish(self._table, page, checksum(self._pool.slot(page.target)))
+                publish(self._table, page, page_checksum(self._pool.slot(page.target)))
                 landed += 1
         seconds = trio.current_time() - began
         log.info(

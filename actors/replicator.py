@@ -78,14 +78,14 @@ class ReplicatorActor(Actor):
         names = {actor.ordinal: actor.name for actor in topology.actors()}
         budget = topology.allocator.file_bytes
         try:
-            self.file = await FileTier.open(Path(path), form, budget, self.table, self.pool, names)
+            self.file = await FileTier.open(
+                Path(path), form, budget, self.table, self.pool, names, self.allocator
+            )
         except StartError as error:
             if is_first_life(self.me.epoch):
                 raise
             # Of a system that runs the file is only a cache: it goes on without.
             log.error("file_tier_lost", why=str(error))
-            return
-        self.file.allocator = self.allocator
 
     async def serve(self) -> None:
         async with trio.open_nursery() as nursery:

@@ -17,7 +17,7 @@ from engine.messages import Cancel, HandOver, HandOverRefused, StartPrefill, Ter
 from engine.worker import Worker, WorkerLimits
 from kernels.backend import Rows, TokenLog
 from kernels.sampling import forbidding
-from transport.checksum import checksum
+from transport.checksum import page_checksum
 from transport.pages import PagePool
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class WorkerActor(Actor):
                 for fork in forks:
                     self._pages.slot(fork.target)[:] = self._pages.slot(fork.source)
         result = self.backend.step(rows)
-        return result, {page.index: checksum(self._pages.slot(page)) for page in full}
+        return result, {page.index: page_checksum(self._pages.slot(page)) for page in full}
 
     def _count(self, plan: Plan, seconds: float) -> None:
         phase = phase_of(plan)

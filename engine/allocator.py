@@ -95,10 +95,9 @@ class Allocator:
         self._gone = gone
         self._ordinals = dict(ordinals)
         self._names = {ordinal: name for name, ordinal in ordinals.items()}
-        self._found = set(table.holding())
-        """Whose pages the table shows: those of them who are not in the first roster are dead."""
-        self._found |= {table.owner(page) for page in range(table.pages) if table.state(page) in WRITABLE}
         self._pages = Pages(table, policy)
+        self._found = self._pages.owners()
+        """Whose pages the table shows: those of them who are not in the first roster are dead."""
         self._leases = Leases(self._pages)
         self._fetches = Fetches(self._pages)
         self._prefixes = Prefixes(self._pages, self._fetches, self._ordinals)
@@ -215,7 +214,7 @@ class Allocator:
         return any(not departed.gone for departed in self._departed.values())
 
     def deadline(self) -> float | None:
-        """When the next pin runs out."""
+        """When the next pin of a client or a reader runs out."""
         times = (self._pinned.deadline(), self._reads.deadline())
         return min((time for time in times if time is not None), default=None)
 
@@ -262,8 +261,7 @@ class Allocator:
         newest = {member.ordinal: member.epoch for member in up if member.kind in WRITERS}
         if not newest:
             return []
-        owners = {*self.table.holding(), *map(self.table.owner, self._pages.in_state(*WRITABLE))}
-        old = sorted(owner for owner in owners if owner.epoch < newest.get(owner.ordinal, 0))
+        old = sorted(owner for owner in self._pages.owners() if owner.epoch < newest.get(owner.ordinal, 0))
         lost = [Incarnation(self._names[owner.ordinal], owner.epoch) for owner in old]
         return [dead for dead in lost if dead not in self._departed]
 

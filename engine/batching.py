@@ -25,6 +25,7 @@ from engine.messages import Cached
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Sequence as Tokens
 
     from engine.ids import Incarnation, SequenceKey
     from engine.layout import PageTable
@@ -224,11 +225,8 @@ def fork_page(
         end = min(sibling.computed, len(sequence.log) - 1, (block + 1) * size - 1)
         same = sibling.key.request == sequence.key.request and sibling is not sequence
         if same and end > start and sibling.log[:end] == sequence.log[:end]:
-            page, key = lease.take(), sequence.key
-            holds[page.index] = 1
-            table.open(page.index, key.request, key.choice, sequence.term, block)
+            page = _open_page(sequence, lease, table, holds)
             table.fill(page.index, end - start)
-            sequence.pages.append(page)
             sequence.computed = end
             return [PageFork(sibling, sibling.pages[block], page)]
     return []
@@ -277,12 +275,17 @@ def _make_room(sequence: Sequence, count: int, lease: Lease, table: PageTable, h
     page_tokens = table.page_tokens
     needed = -(-(sequence.computed + count) // page_tokens) - len(sequence.pages)
     for _ in range(min(needed, len(lease))):
-        page = lease.take()
-        key = sequence.key
-        holds[page.index] = 1
-        table.open(page.index, key.request, key.choice, sequence.term, len(sequence.pages))
-        sequence.pages.append(page)
+        _open_page(sequence, lease, table, holds)
     return len(sequence.pages) * page_tokens - sequence.computed
+
+
+def _open_page(sequence: Sequence, lease: Lease, table: PageTable, holds: memoryview) -> PageRef:
+    """Use a lease as the next page of a sequence."""
+    page, key = lease.take(), sequence.key
+    holds[page.index] = 1
+    table.open(page.index, key.request, key.choice, sequence.term, len(sequence.pages))
+    sequence.pages.append(page)
+    return page
 
 
 def full_pages(plan: Plan, page_tokens: int) -> list[PageRef]:
@@ -316,9 +319,9 @@ def advance_sequence(piece: Slice, table: PageTable, checksums: Mapping[int, int
     return sealed
 
 
-def chain_of(root: bytes, log: Iterable[int], filled: int, page_tokens: int) -> Chain:
+def chain_of(root: bytes, log: Tokens[int], filled: int, page_tokens: int) -> Chain:
     """The chain of a log behind its full pages, as far as positions are filled."""
-    return Chain.resume(root, page_tokens, token_bytes(list(log)[: filled - filled % page_tokens]))
+    return Chain.resume(root, page_tokens, token_bytes(log[: filled - filled % page_tokens]))
 
 
 def begin(

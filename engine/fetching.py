@@ -111,6 +111,8 @@ class Fetches:
         self._spilling: set[PageRef] = set()
         self._offered: set[PageRef] = set()
         """Pages that the file was offered; what it did not keep, it is not offered again."""
+        self._seen = (0, 0)
+        """Pages that had become idle, and been evicted, when it was last looked at what to offer."""
         self.fetched: dict[Kind, int] = {"file": 0, "host": 0}
         self.spilled = 0
 
@@ -207,6 +209,11 @@ class Fetches:
             return []
         if pages.free >= SPILL_BELOW * pages.table.pages:
             return []
+        # Asked with every message: what goes next is others only when pages have come or gone.
+        seen = pages.cache.idled, pages.cache.evicted
+        if seen == self._seen:
+            return []
+        self._seen = seen
         key_of = pages.cache.index.key_of
         coming = [page for page in pages.cache.coming(SPILLS_MOST) if not self._has_file(key_of(page))]
         refs = [ref for ref in map(pages.table.ref, coming) if ref not in self._offered][:room]
@@ -238,6 +245,7 @@ class Fetches:
         self._pages.unpin(page.index for page in self._spilling)
         self._spilling.clear()
         self._offered.clear()
+        self._seen = (0, 0)
         for fetch in self._under_way.values():
             # Its targets are in quarantine: it may still write them.
             self._pages.unpin(ref.index for ref in fetch.targets)

@@ -37,12 +37,9 @@ class Pages:
         """Not before all who live have said what they hold: a predecessor may have granted more."""
         self.freed = 0
         self._free: deque[int] = deque()
-        for page in range(table.pages):
-            state = table.state(page)
-            if state is PageState.FREE:
-                self._free.append(page)
-            elif state is PageState.SEALED:
-                self.cache.add(page, 0.0)
+        self._free.extend(self.in_state(PageState.FREE))
+        for page in self.in_state(PageState.SEALED):
+            self.cache.add(page, 0.0)
 
     @property
     def free(self) -> int:
@@ -94,6 +91,10 @@ class Pages:
     def in_state(self, *states: PageState) -> list[int]:
         """All pages that are in one of these states."""
         return [page for page, state in enumerate(self.table.states()) if state in states]
+
+    def owners(self) -> set[Owner]:
+        """Who holds any page by the table, or may write one."""
+        return {*self.table.holding(), *map(self.table.owner, self.in_state(*WRITABLE))}
 
     def writable_by(self, owner: Owner) -> list[PageRef]:
         """The pages that an incarnation may write, by the table."""

@@ -43,6 +43,8 @@ class PrefixCache:
         """Whether others are told what is found here."""
         self._news: dict[bytes, PageRef | None] = {}
         self.evicted = 0
+        self.idled = 0
+        """How often a page became idle."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -175,6 +177,7 @@ class PrefixCache:
             self.policy.held(page)
         elif not held and page not in self._idle:
             self._idle.add(page)
+            self.idled += 1
             self.policy.unheld(page)
 
     def pin(self, pages: Iterable[int]) -> None:

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from collections.abc import Sequence as Many
 
+    from engine.chain import Chain
     from engine.ids import Incarnation, SequenceKey
     from engine.messages import Member, SequenceSpec, ToWorker
     from engine.sampling import TokenLogprobs
@@ -286,7 +287,7 @@ class Worker:
             return [*sends, Send(source, SequenceLost(spec.key, message.term, "refused", detail))]
         pages = shared or ()
         filled = len(pages) * self.limits.page_tokens
-        chain = chain_of(self._root(spec), spec.log, filled, self.limits.page_tokens)
+        chain = self._chain(spec, filled)
         sequence = begin(spec, message.term, message.decode, chain, filled, pages)
         self._sequences[spec.key, message.term] = sequence
         sequence.forks = shared is not None
@@ -307,6 +308,10 @@ class Worker:
 
     def _root(self, spec: SequenceSpec) -> bytes:
         return chain_root(self.identity, spec.cache_salt)
+
+    def _chain(self, spec: SequenceSpec, filled: int) -> Chain:
+        """Of the full pages of a log, of which so many positions are filled."""
+        return chain_of(self._root(spec), spec.log, filled, self.limits.page_tokens)
 
     def _whole_pages(self, sequence: Sequence) -> int:
         """Full pages of a log that others could have: its last token is always computed."""
@@ -350,9 +355,7 @@ class Worker:
         taken = Send(self._allocator, PrefixFact(sequence.key, sequence.term, sequence.taken, True))
         if sequence.seeks:
             return [taken]
-        sequence.chain = chain_of(
-            self._root(sequence.spec), sequence.log, sequence.computed, self.limits.page_tokens
-        )
+        sequence.chain = self._chain(sequence.spec, sequence.computed)
         if sequence.state is SequenceState.DECODE:
             return [taken, *self._end_filling(sequence)]
         return [taken, *self._offer_if_short(sequence, shares=bool(sequence.pages))]
@@ -413,7 +416,7 @@ class Worker:
         for page in message.pages:
             if self.table.state(page.index) is PageState.OPEN:
                 self.table.adopt(page.index, self._owner, message.term)
-        chain = chain_of(self._root(spec), spec.log, message.filled, self.limits.page_tokens)
+        chain = self._chain(spec, message.filled)
         sequence = adopt(spec, message.term, self.me, chain, message.filled, message.pages)
         sequence.cached = message.cached
         self._sequences[spec.key, message.term] = sequence
@@ -425,8 +428,7 @@ class Worker:
         What is not fetched is computed: less than a page, or all of it when that host is gone.
         """
         spec = message.spec
-        chain = chain_of(self._root(spec), spec.log, 0, self.limits.page_tokens)
-        sequence = adopt(spec, message.term, self.me, chain, 0, ())
+        sequence = adopt(spec, message.term, self.me, self._chain(spec, 0), 0, ())
         sequence.cached = message.cached
         self._sequences[spec.key, message.term] = sequence
         if not self._whole_pages(sequence):

@@ -26,9 +26,7 @@ Exit codes: 0 measured, 2 bad usage, 3 nothing could be measured, 130 interrupte
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
 import statistics
 from dataclasses import dataclass, field
@@ -41,7 +39,7 @@ from tqdm import tqdm
 from tools import bench_page_times, bench_prefixes, bench_two_hosts, cache_trace, machine
 from tools.bench_load import Arrival, BenchFailed, Scale, read_trace
 from tools.bench_page_rows import ROWS, bars, markdown
-from tools.bench_ratios import missing, ratios
+from tools.bench_ratios import missing, ratios, some_of, tell
 from tools.bench_rounds import Contender, Findings
 from tools.bench_system import count
 from tools.cache_plot import draw
@@ -49,6 +47,7 @@ from tools.install import say
 from tools.page_world import Length, Setup, room, waste
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterable, Mapping
 
 PARTS = ("waste", "concurrency", "ttft", "trace", "allocator", "hosts")
@@ -337,24 +336,14 @@ def run(options: argparse.Namespace) -> int:
     for part in options.only:
         getattr(measured, part)()
     report = report_of(measured, load_before)
-    print("\n".join(markdown(report)))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return 0 if any(ratio is not None for ratio in report["ratios"].values()) else 3
-
-
-def _parts(text: str) -> list[str]:
-    """Parts by their names, in the order in which they are measured."""
-    asked = text.split(",")
-    for name in asked:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PARTS)}")
-    return [name for name in PARTS if name in asked]
+    return tell(report, markdown(report), options.json)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `pages` can be told."""
-    parser.add_argument("--only", type=_parts, default=list(PARTS), metavar="PART,…", help="some parts only")
+    parser.add_argument(
+        "--only", type=some_of(PARTS), default=list(PARTS), metavar="PART,…", help="some parts only"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help=f"default: {TRACE} in ${TRACES}")
     parser.add_argument("--limit", type=count, metavar="N", help="the first N requests of the trace")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the hit rates by room")

@@ -25,9 +25,7 @@ Exit codes: 0 measured, 2 bad usage, 3 nothing could be measured, 130 interrupte
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -42,7 +40,7 @@ from kernels.prepare import cache_dir, prepare
 from tools import bench_pinned, machine
 from tools.bench_load import BenchFailed
 from tools.bench_ours import Driven, Spent, job_flops, machine_floor, matrix_bytes
-from tools.bench_ratios import markdown, missing, ratios
+from tools.bench_ratios import markdown, missing, ratios, some_of, tell
 from tools.bench_rounds import Contender, Findings
 from tools.bench_system import count
 from tools.fetch import default_model
@@ -59,6 +57,7 @@ from tools.peers import (
 )
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Mapping
 
     from engine.model import ModelConfig
@@ -380,19 +379,7 @@ def run(options: argparse.Namespace) -> int:
         getattr(comparison, part)()
     comparison.close()
     report = report_of(comparison, load_before)
-    print("\n".join(markdown(report)))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return 0 if any(ratio is not None for ratio in report["ratios"].values()) else 3
-
-
-def _parts(text: str) -> list[str]:
-    """Parts by their names, in the order in which they are measured."""
-    asked = text.split(",")
-    for name in asked:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PARTS)}")
-    return [name for name in PARTS if name in asked]
+    return tell(report, markdown(report), options.json)
 
 
 def _count_from_0(text: str) -> int:
@@ -412,7 +399,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="more rounds for those that others disturbed (5)",
     )
-    parser.add_argument("--only", type=_parts, default=list(PARTS), metavar="PART,…", help="some parts only")
+    parser.add_argument(
+        "--only", type=some_of(PARTS), default=list(PARTS), metavar="PART,…", help="some parts only"
+    )
     parser.add_argument("--llama-bin", type=Path, metavar="DIR", help="where llama.cpp's programs are")
     parser.add_argument("--openvino-python", type=Path, metavar="PYTHON", help="one that has openvino_genai")
     parser.add_argument("--q8", type=Path, metavar="GGUF", help="the model in Q8_0 (default: it is made)")

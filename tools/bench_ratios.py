@@ -1,14 +1,17 @@
-"""What `tools.bench peers` compares: the ratios, the bars for them, and the table that shows both."""
+"""What comparisons are made of: ratios, the bars for them, and the table and report that show both."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tools.bench_rounds import BUSY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from tools.bench_rounds import Findings
 
@@ -159,3 +162,24 @@ def verdict(row: Row, ratio: float, medians: Mapping[str, float]) -> str:
     says = "" if row.bar is None else "met" if row.met(ratio) else "missed"
     others = medians.get(f"others_{row.part}", 0.0)
     return f"{says} (others took {100 * others:.0f} % of the cores)".strip() if others > BUSY else says
+
+
+def some_of(parts: Sequence[str]) -> Callable[[str], list[str]]:
+    """The type of `--only`: names of parts, taken in the order in which they are measured."""
+
+    def named(text: str) -> list[str]:
+        asked = text.split(",")
+        for name in asked:
+            if name not in parts:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(parts)}")
+        return [name for name in parts if name in asked]
+
+    return named
+
+
+def tell(report: Mapping[str, Any], lines: Iterable[str], path: Path | None) -> int:
+    """Print a report, and write it where that is asked for; the exit code: 3 when nothing was measured."""
+    print("\n".join(lines))
+    if path:
+        path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0 if any(ratio is not None for ratio in report["ratios"].values()) else 3

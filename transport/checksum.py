@@ -5,6 +5,6 @@ from __future__ import annotations
 import zlib
 
 
-def checksum(data: memoryview | bytes | bytearray) -> int:
+def page_checksum(data: memoryview | bytes | bytearray) -> int:
     """CRC-32 of some bytes (ISO 3309, as in zlib). Releases the interpreter lock for more than 5 KiB."""
     return zlib.crc32(data)

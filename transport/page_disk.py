@@ -16,13 +16,13 @@ import fcntl
 import mmap
 import os
 import stat
-import zlib
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.errors import StartError
+from transport.checksum import page_checksum
 from transport.page_format import BLOCK, FILE_MAGIC
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class PageDisk:
     ) -> TierPage:
         """Write a page; see `PageFile.write`. Raises OSError, NotThePage or Withdrawn: it is not kept."""
         form = self.form
-        checksum = zlib.crc32(memory)
+        checksum = page_checksum(memory)
         if page.checksum not in (None, checksum):
             raise NotThePage("the page in memory does not match its checksum")
         page = msgspec.structs.replace(page, checksum=checksum)
@@ -145,7 +145,7 @@ class PageDisk:
             raise NotThePage("it holds another page")
         if not straight:
             into[:] = body[: form.page_bytes]
-        if zlib.crc32(into) != found.page.checksum:
+        if page_checksum(into) != found.page.checksum:
             raise NotThePage("its bytes do not match their checksum")
         return found.page
 

@@ -9,11 +9,11 @@ bytes a page. What a slot holds before is nobody's business, for it is leased an
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
+from transport.checksum import page_checksum
 from transport.errors import ProtocolError
 from transport.page_wire import Verdict
 from transport.pages import CHECKPOINT_BYTES
@@ -51,7 +51,7 @@ async def checksums(
     for page in pages:
         checksum = checksum_of(page)
         if checksum is None:
-            checksum = zlib.crc32(pools.slot(page))
+            checksum = page_checksum(pools.slot(page))
             made += pools.page_bytes
             if made >= CHECKPOINT_BYTES:
                 made = 0

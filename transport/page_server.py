@@ -11,13 +11,13 @@ up never reach a slot that has meanwhile been filled, published and read.
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
+from transport.checksum import page_checksum
 from transport.errors import ProtocolError, TransferCut, TransportError
 from transport.page_runs import Sink, checksums, give_run, take_run
 from transport.page_settings import ServerSettings, ServerStatistics
@@ -261,7 +261,7 @@ class PageServer:
     def _is_stored(self, session: _Session, page: GivenPage) -> bool:
         """Whether this page came before, its receipt was lost, and it is still what its slot holds."""
         known = session.taken.get(page.target) == page.checksum
-        return known and zlib.crc32(self._pools.slot(page.target)) == page.checksum
+        return known and page_checksum(self._pools.slot(page.target)) == page.checksum
 
     def _wanted(self, target: PageRef, repeated: bool) -> Callable[[], bool]:
         taker = self._taker
