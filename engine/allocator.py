@@ -307,7 +307,7 @@ class Allocator:
     def _release(self, source: Incarnation, pages: tuple[PageRef, ...]) -> None:
         owner = self._owner(source)
         # Whoever gave way may have had nothing that others do not hold too: then somebody else must.
-        self._leases.exhausted_told = False
+        self._leases.exhausted_told = self._leases.exhausted_told and not pages
         for ref in pages:
             page = ref.index
             if not self.table.is_current(ref):

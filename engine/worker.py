@@ -459,10 +459,11 @@ class Worker:
             return []
         sequence.move(SequenceEvent.PASS_ON)
         del self._sequences[sequence.key, sequence.term]
-        full = sequence.computed // self.limits.page_tokens
-        # The open tail is the other's by now: it is not ours to release.
-        self._let_go(sequence.pages[full:])
-        return self._released(self._let_go(sequence.pages[:full]))
+        # The tail is the other's to release. But it was marked here too: let go of meanwhile, it
+        # was still held. So it is told of, even if it was freed and filled anew, and is another page.
+        pages = (page.index for page in self._let_go(sequence.pages))
+        sealed = [page for page in pages if self.table.state(page) is PageState.SEALED]
+        return self._released([self.table.ref(page) for page in sealed])
 
     def _refused(self, source: Incarnation, message: HandOverRefused) -> list[Send]:
         sequence = self._offered_to(source, message.key, message.term)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -112,6 +113,24 @@ def test_a_pool_hardly_larger_than_one_request_never_stands_still(topology: str,
                 name = order.choice(sorted(world.roles))
                 world.end_step(name) or world.begin_step(name)
         world.settle(3000)
+
+
+@pytest.mark.parametrize("topology", ROLES)
+def test_whatever_link_is_slow_nothing_is_lost(topology: str) -> None:
+    """What a peer says last may come when everything that it spoke of is over."""
+    names = World(ROLES[topology], pages=1).names
+    for slow in itertools.permutations(names, 2):
+        for moment in range(0, 40, 4):
+            world = World(ROLES[topology], pages=40)
+            order = random.Random(moment)
+            for length in (3, 6, 9):
+                world.submit(tuple(range(length)), length + 9)
+            for _ in range(moment):
+                if choices := world.deliverable():
+                    world.deliver(order.choice(choices))
+            world.go_on(slow=slow)
+            world.settle()
+            assert not world.failures
 
 
 class Chaos(RuleBasedStateMachine):
