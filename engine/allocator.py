@@ -126,8 +126,6 @@ class Allocator:
         for member in up:
             if member.kind in WRITERS:
                 self._writers[member.incarnation] = member.kind
-            if member.kind == "replicator":
-                self._fetches.replicator = (member.incarnation, self._owner(member.incarnation))
         if not self._seen_roster:
             self._seen_roster = True
             self._strangers = set(self._workers)
@@ -136,6 +134,10 @@ class Allocator:
         sends: list[Send] = []
         for writer in dead:
             sends += self._lose(writer, now)
+        for member in up:
+            # After its last life was lost, which may be told at once.
+            if member.kind == "replicator":
+                self._fetches.replicator = (member.incarnation, self._owner(member.incarnation))
         self._pinned.lose(down)
         for departed in self._departed.values():
             departed.fences.difference_update(dead)
@@ -158,9 +160,13 @@ class Allocator:
                 if not self._leases.want(source, message):
                     return []
             case PagesHeld():
-                if source not in self._writers:
-                    return []
-                sends = self._introduced(source, message)
+                match self._writers.get(source):
+                    case "worker":
+                        sends = self._introduced(source, message)
+                    case "replicator":
+                        self._fetched_for_others(source, message, now)
+                    case _:
+                        return []
             case LeaseReturned():
                 self._leases.returned(source, message)
                 self._release(source, message.pages)
@@ -241,6 +247,17 @@ class Allocator:
         rest = tuple(page for page in self._pages.writable_by(self._owner(worker)) if page not in named)
         self._doubted.update(rest)
         return [Send(worker, PagesDoubted(rest))] if rest else []
+
+    def _fetched_for_others(self, replicator: Incarnation, held: PagesHeld, now: float) -> None:
+        """What a predecessor had fetched has landed by now or will not, unless the replicator names it."""
+        owner, coming = self._owner(replicator), {*held.leased, *self._fetches.targets()}
+        for page in self._pages.in_state(PageState.SEALED):
+            if self.table.owner(page) == owner and page not in self.cache:
+                self.cache.add(page, now)
+                self._pages.let_go(page)
+        for ref in self._pages.writable_by(owner):
+            if ref not in coming:
+                self._put_back(ref.index)
 
     def _see_strangers(self) -> None:
         if not self._strangers and not self._pages.may_evict:

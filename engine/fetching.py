@@ -23,6 +23,8 @@ from engine.lifecycle import PageState
 from engine.messages import FetchWanted, PageSource, PageWanted, SpillWanted
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine.core import Statistics
     from engine.filling import Ahead, FillingName, Fillings
     from engine.ids import Incarnation
@@ -105,7 +107,6 @@ class Fetches:
         """Pages that came by the fetch that ends right now."""
         self._pages = pages
         self._under_way: dict[int, Fetch] = {}
-        self._ticket = 0
         self._in_file: set[bytes] | None = None
         """Keys of the pages that the file holds; None: there is no file, or nobody has said yet."""
         self._spilling: set[PageRef] = set()
@@ -120,6 +121,10 @@ class Fetches:
     def busy(self) -> bool:
         """Whether pages will come back of themselves."""
         return bool(self._under_way or self._spilling)
+
+    def targets(self) -> Iterator[PageRef]:
+        """The pages that are on their way."""
+        return (ref for fetch in self._under_way.values() for ref in fetch.targets)
 
     # ── up ────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,17 +158,18 @@ class Fetches:
         replicator, owner = self.replicator
         targets = tuple(self._pages.take(len(pages), owner))
         self._pages.cache.pin(ref.index for ref in targets)
-        self._ticket += 1
-        name = (replicator, SequenceKey(self._ticket, 0), 0)
+        # The name of a page in one life: the ticket of no other fetch, also of those of a predecessor.
+        ticket = targets[0].generation << 32 | targets[0].index
+        name = (replicator, SequenceKey(ticket, 0), 0)
         end = (pages[-1].block + 1) * filling.chain.page_bytes
         fillings.put(Filling(name, filling.tokens[:end], filling.chain.copy()))
-        self._under_way[self._ticket] = Fetch(name, source, tuple(pages), targets)
+        self._under_way[ticket] = Fetch(name, source, tuple(pages), targets)
         there = filling.elsewhere_pages if source.kind == "host" else ()
         wanted = tuple(
             PageWanted(*page, ref, there[page.block] if there else None)
             for page, ref in zip(pages, targets, strict=True)
         )
-        return Send(replicator, FetchWanted(self._ticket, source, wanted))
+        return Send(replicator, FetchWanted(ticket, source, wanted))
 
     def ended(self, message: FetchEnded, fillings: Fillings, now: float) -> Fetch | None:
         """Take what has landed into the cache; the caller wakes who waited, then `settle`s the fetch."""
@@ -246,14 +252,13 @@ class Fetches:
         self._spilling.clear()
         self._offered.clear()
         self._seen = (0, 0)
-        for fetch in self._under_way.values():
-            # Its targets are in quarantine: it may still write them.
-            self._pages.unpin(ref.index for ref in fetch.targets)
+        # These are in quarantine: it may still write them.
+        self._pages.unpin(ref.index for ref in self.targets())
         self._under_way.clear()
 
     def statistics(self) -> Statistics:
         return {
-            "pages_fetching": sum(len(fetch.targets) for fetch in self._under_way.values()),
+            "pages_fetching": sum(1 for _ in self.targets()),
             **{f"pages_from_{kind}": count for kind, count in self.fetched.items()},
             "pages_in_file": len(self._in_file or ()),
             "pages_spilling": len(self._spilling),

@@ -538,7 +538,11 @@ class PinFact(Message, frozen=True):
 
 
 class PagesHeld(Message, frozen=True):
-    """worker → allocator: all I hold, said to every new incarnation of the allocator."""
+    """worker → allocator: all I hold, said to every new incarnation of the allocator.
+
+    replicator → allocator: `leased` are the targets of all fetches that are under way, whoever wanted them;
+    said to every new one, and again when a fetch ends that a former one had wanted.
+    """
 
     leased: tuple[PageRef, ...]
     used: tuple[PageRef, ...]

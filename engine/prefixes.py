@@ -61,6 +61,8 @@ class Prefixes:
     def _answer(self, filling: Filling, found: list[int], now: float) -> list[Send]:
         """Grant what was found, and say whether to wait for more or to fill the next page."""
         fetches: list[Send] = []
+        # Before anything is fetched: to make room for that these could be evicted.
+        self._pages.cache.pin(found)
         if filling.next_page and not self.fillings.filled_by_another(filling):
             fetches = self._fetches.start(filling, self.fillings)
         filling.waits = self.fillings.filled_by_another(filling)
@@ -69,7 +71,6 @@ class Prefixes:
         self.waits += filling.waits
         filling.granted += len(found)
         filling.pinned += found
-        self._pages.cache.pin(found)
         refs = tuple(self._pages.table.ref(page) for page in found)
         source, key, term = filling.name
         grant = PrefixGranted(key, term, refs, self._where_from(filling, found), filling.waits)

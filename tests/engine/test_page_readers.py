@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from allocator_desk import ORDINALS, REPLICATOR, SCHEDULER, A, B, Desk, granted, owner, seals, use
+import pytest
+from allocator_desk import ORDINALS, REPLICATOR, ROOT, SCHEDULER, A, B, Desk, granted, owner, seals, use
 
 from engine.chain import token_bytes
-from engine.ids import Incarnation
+from engine.ids import Incarnation, SequenceKey
+from engine.layout import Seal
+from engine.lifecycle import PageState
 from engine.messages import (
+    FetchEnded,
+    FetchWanted,
     FileKeys,
     Member,
     NobodyGivesWay,
+    PagesHeld,
     PinFact,
     PinWanted,
     PoolExhausted,
+    PrefixWanted,
     ReadEnded,
     ReadGranted,
     ReadWanted,
@@ -85,6 +92,99 @@ def test_what_the_file_does_not_keep_it_is_not_offered_again() -> None:
 
 def _replicator(epoch: int) -> Member:
     return Member("replicator", "replicator", ORDINALS["replicator"], epoch, "", True)
+
+
+# ── fetches ───────────────────────────────────────────────────────────────────────────────────
+
+
+def want_fetch(desk: Desk, worker: Incarnation, log: list[int], number: int = 9) -> FetchWanted:
+    """A worker seeks a log, whose pages are all in the file."""
+    desk.tell(REPLICATOR, FileKeys(tuple(seal.key for seal in seals(log)), (), whole=True))
+    wanted = PrefixWanted(SequenceKey(number, 0), 1, ROOT, token_bytes(log), 0, True)
+    [fetch] = [s.message for s in desk.tell(worker, wanted) if isinstance(s.message, FetchWanted)]
+    assert isinstance(fetch, FetchWanted)
+    return fetch
+
+
+def land(desk: Desk, fetch: FetchWanted, count: int) -> None:
+    """The replicator publishes the first pages of a fetch."""
+    for page in fetch.pages[:count]:
+        desk.table.open(page.target.index, 0, 0, 0, page.block)
+        desk.table.seal(page.target.index, Seal(page.key, page.parent, page.tokens, None))
+
+
+def test_what_is_found_is_not_evicted_to_make_room_for_what_is_fetched_behind_it() -> None:
+    desk = desk_with_file(4)
+    found = desk.fill(A, log_of(0, 8))
+    desk.let_go(A, *found)
+    desk.want(B, 2)
+    desk.tell(REPLICATOR, SpillEnded(found))
+    desk.tell(REPLICATOR, FileKeys((seals(log_of(0, 12))[2].key,), (), whole=True))
+    assert desk.seek(A, log_of(0, 13)).pages == found
+    assert all(desk.table.state(page.index) is PageState.SEALED for page in found)
+
+
+def test_what_a_dead_allocator_had_fetched_is_found_or_free_when_the_replicator_says_so() -> None:
+    """Else its targets would be the replicator's until that dies."""
+    desk = desk_with_file(12)
+    fetch = want_fetch(desk, A, log_of(0, 16))
+    targets = tuple(page.target for page in fetch.pages)
+    desk.start(A, B, REPLICATOR)
+    own = want_fetch(desk, A, log_of(100, 12))
+    desk.tell(REPLICATOR, PagesHeld(targets, (), 0))
+    assert desk.census() == {"free": 5, "leased": 7}, "it may write them"
+    land(desk, fetch, 2)
+    desk.tell(REPLICATOR, PagesHeld((), (), 0))
+    assert desk.census() == {"free": 7, "cached": 2, "leased": 3}
+    assert desk.seek(B, log_of(0, 9)).pages == targets[:2]
+    desk.tell(REPLICATOR, PagesHeld((), (), 0))
+    land(desk, own, 3)
+    desk.tell(REPLICATOR, FetchEnded(own.ticket, 3, 0.1))
+    assert desk.figures()["pages_from_file"] == 3
+
+
+def test_what_a_dead_allocator_had_fetched_and_others_have_filled_since_is_free() -> None:
+    desk = desk_with_file(4)
+    fetch = want_fetch(desk, A, log_of(0, 4))
+    desk.start(A, B, REPLICATOR)
+    for worker in (A, B):
+        desk.tell(worker, PagesHeld((), (), 0))
+    [twin] = desk.fill(B, log_of(0, 4))
+    land(desk, fetch, 1)
+    desk.tell(REPLICATOR, PagesHeld((), (), 0))
+    assert desk.census() == {"free": 3, "held": 1}
+    assert desk.table.is_current(twin)
+
+
+def test_the_end_of_a_fetch_that_a_dead_allocator_wanted_is_not_that_of_another() -> None:
+    """Its pages would be free while they are being written."""
+    desk = desk_with_file(12)
+    before = want_fetch(desk, A, log_of(0, 16))
+    desk.start(A, B, REPLICATOR)
+    now = want_fetch(desk, A, log_of(100, 12))
+    desk.tell(REPLICATOR, FetchEnded(before.ticket, 0, 0.1))
+    assert desk.figures()["pages_fetching"] == 3
+    assert all(desk.table.state(page.target.index) is PageState.LEASED for page in now.pages)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_a_dead_replicator_was_asked_for_is_over(at_once: bool) -> None:
+    """Also when its death and its next life are told in one roster."""
+    desk = desk_with_file(16)
+    pages = desk.fill(A, log_of(0, 48))
+    fetch = want_fetch(desk, B, log_of(100, 12))
+    assert desk.figures()["pages_fetching"] == len(fetch.pages) == 3
+    assert len(spilled(desk.let_go(A, *pages))) == 12
+    if at_once:
+        desk.core.peers([_replicator(2)], [REPLICATOR], 0.0)
+    else:
+        desk.peers([], [REPLICATOR])
+        desk.core.peers([_replicator(2)], [], 0.0)
+    desk.core.check()
+    figures = desk.figures()
+    assert (figures["pages_fetching"], figures["pages_spilling"], figures["pages_pinned"]) == (0, 0, 0)
+    assert figures["pages_in_file"] == 0, "until the new one says what there is"
+    assert desk.census() == {"free": 4, "cached": 12}
 
 
 # ── other hosts ───────────────────────────────────────────────────────────────────────────────

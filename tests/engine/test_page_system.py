@@ -20,9 +20,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from world import PAGE_TOKENS, World, expected
-
-from engine.chain import token_bytes
+from world import PAGE_TOKENS, World, expected, prompt_of
 
 if TYPE_CHECKING:
     from engine.allocator import Allocator
@@ -45,55 +43,15 @@ def new_world(topology: str, pages: int) -> World:
     )
 
 
-def prompt_of(family: int, length: int) -> tuple[int, ...]:
-    """Prompts of one family begin alike; families part after a page, and one at once."""
-    shared = 0 if family == 2 else PAGE_TOKENS + 1
-    return tuple(n if n < shared else 100 * (family + 1) + n for n in range(length))
-
-
 def allocator_of(world: World) -> Allocator:
     """The living allocator's core."""
     return world.alive["allocator"].core  # type: ignore[return-value]
 
 
-def busy(world: World, order: random.Random, count: int, *, restarts: float = 0.0) -> None:
-    """So many deliveries and half steps, of the living and of ghosts, in any order.
-
-    With `restarts` the dead are started again, so often, if they are known to be gone.
-    """
-    for _ in range(count):
-        chance = order.random()
-        if restarts and order.random() < restarts:
-            haunted = {ghost.name for ghost in world.ghosts}
-            dead = sorted(set(world.names) - set(world.alive) - haunted)
-            if dead:
-                world.start(order.choice(dead))
-        choices = world.deliverable(ghosts=bool(world.ghosts) and chance < 0.2)
-        if choices and chance < 0.65:
-            world.deliver(order.choice(choices))
-            continue
-        if chance > 0.97:
-            world.tick()
-        worker = order.choice(sorted(world.roles) + sorted(world.ghosts))  # type: ignore[arg-type, operator]
-        world.end_step(worker) or world.begin_step(worker)
-
-
 def check(world: World) -> None:
-    """Every core is sound, every page is counted once, and whatever can be found holds what its seal says."""
+    """Every core is sound, and whatever can be found holds what its seal says."""
     world.check()
-    if "allocator" not in world.alive:
-        return
-    core = allocator_of(world)
-    assert sum(core.census().values()) == world.pages
-    table = world.table
-    for page in range(world.pages):
-        if page in core.cache:
-            seal = table.sealed(page)
-            rows = [world.pool[page, slot] for slot in range(PAGE_TOKENS)]
-            assert token_bytes([row[1] for row in rows]) == seal.tokens, f"page {page} was written since"
-            first = table.block(page) * PAGE_TOKENS
-            assert [row[0] for row in rows] == list(range(first, first + PAGE_TOKENS))
-            assert len({row[2:] for row in rows}) == 1
+    world.check_found()
 
 
 # ── who died, and when ────────────────────────────────────────────────────────────────────────
@@ -128,18 +86,18 @@ def test_whoever_dies_whenever_its_pages_are_back_within_so_many_deliveries(
         world = new_world(topology, 24)
         asked = [(prompt_of(n % 3, 5 + 3 * n), 12 + 3 * n) for n in range(3)]
         keys = [world.submit(prompt, limit, n=2, salt=SALTS[n]) for n, (prompt, limit) in enumerate(asked)]
-        busy(world, order, moment)
+        world.busy(order, moment)
         for name in victims:
             world.kill(name, ghost=gone == "later")
         for name in victims:
             if name == "allocator":
                 world.start(name)
         ghosts = sorted(world.ghosts)
-        busy(world, order, 30)
+        world.busy(order, 30)
         for ghost in ghosts:
             if order.random() < 0.5:
                 world.go_mad(ghost)
-        busy(world, order, 30)
+        world.busy(order, 30)
         check(world)
         for ghost in ghosts:
             world.prove_gone(ghost)
@@ -171,7 +129,7 @@ def test_a_request_is_cancelled_whenever_and_leaves_nothing(moment: int) -> None
         order = random.Random(f"{moment} {seed} {victim}")
         world = new_world("local", 16)
         keys = [key for n in range(3) for key in world.submit(prompt_of(n, 11), 20)]
-        busy(world, order, moment)
+        world.busy(order, moment)
         world.cancel(keys[victim])
         world.settle()
         check(world)
@@ -189,7 +147,7 @@ def test_a_burst_of_cancels_leaves_nothing_and_the_next_request_is_served(topolo
         for _ in range(4):
             for n in range(4):
                 world.submit(prompt_of(n % 3, 9), 18, n=2)
-            busy(world, order, order.randint(0, 80))
+            world.busy(order, order.randint(0, 80))
             for key in sorted(world.open):
                 world.cancel(key)
         [key] = world.submit(prompt_of(1, 9), 14)
@@ -205,7 +163,7 @@ def test_the_half_of_a_request_that_is_left_is_told_at_once(victim: str) -> None
         order = random.Random(f"{victim} {moment}")
         world = new_world("local", 16)
         world.submit(prompt_of(0, 14), 20)
-        busy(world, order, moment)
+        world.busy(order, moment)
         world.kill(victim)
         while choices := world.deliverable():
             world.deliver(choices[0])
@@ -224,7 +182,7 @@ def test_a_pool_that_is_full_of_cached_pages_is_as_good_as_an_empty_one() -> Non
         world = new_world("local", 12)
         for n in range(6):
             world.submit(tuple(1000 * n + position for position in range(20)), 24)
-            busy(world, order, 60)
+            world.busy(order, 60)
             world.settle()
         census = allocator_of(world).census()
         assert census["cached"] >= 8
@@ -300,7 +258,7 @@ def live(world: World, order: random.Random, count: int) -> None:
             else:
                 world.prove_gone(ghost)
         else:
-            busy(world, order, 3, restarts=0.02)
+            world.busy(order, 3, restarts=0.02)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -343,11 +301,11 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), seed=st.integers(0, 2**32))
     def cancel(self, data: st.DataObject, seed: int) -> None:
         self.world.cancel(data.draw(st.sampled_from(sorted(self.world.open))))
-        busy(self.world, random.Random(seed), 20, restarts=0.05)
+        self.world.busy(random.Random(seed), 20, restarts=0.05)
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(10, 150))
     def go_on(self, seed: int, count: int) -> None:
-        busy(self.world, random.Random(seed), count, restarts=0.05)
+        self.world.busy(random.Random(seed), count, restarts=0.05)
 
     @rule(
         data=st.data(),
@@ -369,7 +327,7 @@ class Machine(RuleBasedStateMachine):
             victims |= set(workers)
         for name in sorted(victims & set(world.alive)):
             world.kill(name, ghost=ghost)
-        busy(world, random.Random(seed), count, restarts=0.1)
+        world.busy(random.Random(seed), count, restarts=0.1)
 
     @precondition(lambda self: self.world.ghosts)
     @rule(data=st.data(), how=st.sampled_from(["mad", "mad", "gone"]), seed=st.integers(0, 2**32))
@@ -379,7 +337,7 @@ class Machine(RuleBasedStateMachine):
             self.world.go_mad(ghost)
         else:
             self.world.prove_gone(ghost)
-        busy(self.world, random.Random(seed), 60, restarts=0.1)
+        self.world.busy(random.Random(seed), 60, restarts=0.1)
 
     @invariant()
     def all_is_sound(self) -> None:

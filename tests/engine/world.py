@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from tables import OldestFirst, page_table
 
-from engine.allocator import Allocator
+from engine.allocator import WRITERS, Allocator
+from engine.chain import token_bytes
 from engine.core import Send
 from engine.ids import Incarnation, SequenceKey
 from engine.layout import Owner, TokenLogArena
@@ -30,6 +31,7 @@ from engine.scheduler import Scheduler
 from engine.worker import Worker, WorkerLimits
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Iterable
 
     from engine.batching import Plan
@@ -58,6 +60,12 @@ def expected(prompt: tuple[int, ...], limit: int, choice: int = 0) -> list[int]:
     return log
 
 
+def prompt_of(family: int, length: int) -> tuple[int, ...]:
+    """Prompts of one family begin alike; families part after a page, and one at once."""
+    shared = 0 if family == 2 else PAGE_TOKENS + 1
+    return tuple(n if n < shared else 100 * (family + 1) + n for n in range(length))
+
+
 @dataclass
 class Alive:
     """One incarnation of one actor, and what it knows of the others."""
@@ -80,11 +88,12 @@ class World:
         roles: dict[str, str],
         pages: int,
         identity: Callable[[Incarnation], str] = lambda worker: "",
+        others: Iterable[str] = (),
     ) -> None:
-        """`identity`: what the keys and values of a worker depend on."""
+        """`identity`: what the keys and values of a worker depend on. `others`: actors of a subclass."""
         self.identity = identity
         self.roles = roles
-        self.names = ["scheduler", "allocator", "gateway", *roles]
+        self.names = ["scheduler", "allocator", "gateway", *roles, *others]
         self.pages = pages
         self.table = page_table(pages, PAGE_TOKENS)
         self.arena = TokenLogArena(
@@ -112,22 +121,30 @@ class World:
         for ghost in [ghost for ghost in self.ghosts if ghost.name == name]:
             self.prove_gone(ghost)
         self.epochs[name] += 1
-        ordinal = self.names.index(name)
         me = Incarnation(name, self.epochs[name])
-        kind = "worker" if name in self.roles else name
+        core = self._core(me, self.names.index(name))
+        member = Member(name, self._kind(name), self.names.index(name), me.epoch, "", True)  # type: ignore[arg-type]
+        self.alive[name] = Alive(member, core)
+        self.rosters[me] = deque()
+        self._announce()
+
+    def _kind(self, name: str) -> str:
+        return "worker" if name in self.roles else name
+
+    def _core(self, me: Incarnation, ordinal: int) -> Allocator | Scheduler | Ledger | Worker:
         core: Allocator | Scheduler | Ledger | Worker
-        if name == "scheduler":
+        if me.name == "scheduler":
             core = Scheduler(PAGE_TOKENS)
-        elif name == "allocator":
+        elif me.name == "allocator":
             ordinals = {n: i for i, n in enumerate(self.names)}
             core = Allocator(self.table, ordinals, OldestFirst(), self._is_gone)
-        elif name == "gateway":
+        elif me.name == "gateway":
             core = Ledger(me, ordinal, self.arena, range(SLOTS))
             adopted = {entry.key: entry for entries in core.adopted.values() for entry in entries}
             assert all(entry.log == self.logs[key] for key, entry in adopted.items())
             self.open = {key: asked for key, asked in self.open.items() if key in adopted}
         else:
-            role = self.roles[name]
+            role = self.roles[me.name]
             limits = WorkerLimits(
                 prefill_slots=2 if role in ("prefill", "both") else 0,
                 decode_slots=3 if role in ("decode", "both") else 0,
@@ -137,17 +154,15 @@ class World:
             )
             core = Worker(me, ordinal, self.table, limits)
             core.identity = self.identity(me)
-        self.alive[name] = Alive(Member(name, kind, ordinal, me.epoch, "", True), core)  # type: ignore[arg-type]
-        self.rosters[me] = deque()
-        self._announce()
+        return core
 
     def kill(self, name: str, *, ghost: bool = False) -> None:
         """End an actor. A running step may have written any part of its rows.
 
-        A `ghost` is a worker that is thought dead, and may write until it is proven gone.
+        A `ghost` writes pages and is thought dead, and may write until it is proven gone.
         """
         actor = self.alive.pop(name)
-        if ghost and name in self.roles:
+        if ghost and self._kind(name) in WRITERS:
             self.ghosts[actor.member.incarnation] = actor
         else:
             self.rosters.pop(actor.member.incarnation)
@@ -341,6 +356,23 @@ class World:
         actor.step = plan
         return plan is not None
 
+    @property
+    def computing(self) -> list[str | Incarnation]:
+        """Who has steps: workers, dead or alive, and ghosts."""
+        return [*sorted(self.roles), *sorted(self.ghosts)]
+
+    def advance(self, which: str | Incarnation) -> bool:
+        """One half of a step; False when there is none."""
+        return self.end_step(which) or self.begin_step(which)
+
+    def compute(self) -> bool:
+        """Every living worker ends a step and begins the next; whether there was any."""
+        progress = False
+        for name in self.roles:
+            progress |= self.end_step(name)
+            progress |= self.begin_step(name)
+        return progress
+
     def end_step(self, which: str | Incarnation) -> bool:
         """The step's rows are written and its tokens sampled."""
         actor = self._worker(which)
@@ -436,7 +468,46 @@ class World:
         self._act(actor, actor.core.tick(self.now))  # type: ignore[union-attr]
         return True
 
+    # ── at random ─────────────────────────────────────────────────────────────────────────────
+
+    def busy(self, order: random.Random, count: int, *, restarts: float = 0.0) -> None:
+        """So many deliveries and half steps, of the living and of ghosts, in any order.
+
+        With `restarts` the dead are started again, so often, if they are known to be gone.
+        """
+        for _ in range(count):
+            chance = order.random()
+            if restarts and order.random() < restarts:
+                haunted = {ghost.name for ghost in self.ghosts}
+                dead = sorted(set(self.names) - set(self.alive) - haunted)
+                if dead:
+                    self.start(order.choice(dead))
+            choices = self.deliverable(ghosts=bool(self.ghosts) and chance < 0.2)
+            if choices and chance < 0.65:
+                self.deliver(order.choice(choices))
+                continue
+            if chance > 0.97:
+                self.tick()
+            self.advance(order.choice(self.computing))
+
     # ── the end ───────────────────────────────────────────────────────────────────────────────
+
+    def check_found(self) -> None:
+        """Every page is counted once, and whatever can be found holds what its seal says."""
+        if "allocator" not in self.alive:
+            return
+        core = self.alive["allocator"].core
+        assert isinstance(core, Allocator)
+        assert sum(core.census().values()) == self.pages
+        table = self.table
+        for page in range(self.pages):
+            if page in core.cache:
+                seal = table.sealed(page)
+                rows = [self.pool[page, slot] for slot in range(PAGE_TOKENS)]
+                assert token_bytes([row[1] for row in rows]) == seal.tokens, f"page {page} was written since"
+                first = table.block(page) * PAGE_TOKENS
+                assert [row[0] for row in rows] == list(range(first, first + PAGE_TOKENS))
+                assert len({row[2:] for row in rows}) == 1
 
     def check(self) -> None:
         """Every core's invariants."""
@@ -468,9 +539,7 @@ class World:
                 # What was delivered before may have changed who is heard.
                 if isinstance(choice, Incarnation) or self._may_hear(*choice):
                     self.deliver(choice)
-            for name in self.roles:
-                progress |= self.end_step(name)
-                progress |= self.begin_step(name)
+            progress |= self.compute()
             self.check()
             # Who plans a step may say something without one.
             if not (choices or progress or self._fast(slow)):
