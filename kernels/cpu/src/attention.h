@@ -272,7 +272,7 @@ ScoreColumns columns_of(int rows, std::integer_sequence<int, ROW...>) {
 // Weights [ROWS][64] times values [64][wide].
 template <int WIDTH, int... ROW>
 PanelBlock values_panel(int rows, std::integer_sequence<int, ROW...>) {
-    static constexpr PanelBlock blocks[] = {panel_block<Kind::fp32, ROW + 1, WIDTH, 1, KEYS>...};
+    static constexpr PanelBlock blocks[] = {panel_block<Kind::fp32, false, ROW + 1, WIDTH, 1, KEYS>...};
     return blocks[rows - 1];
 }
 

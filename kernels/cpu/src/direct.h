@@ -3,6 +3,8 @@
 
 namespace {
 
+constexpr Store FIRST_TILE_STORE = Store::rounded;
+
 // Vectors of outputs of one innermost loop, chosen so that sums and weights stay in registers.
 template <int ROWS>
 constexpr int direct_width() {
@@ -66,15 +68,16 @@ inline void direct_block(const uint8_t* weights, int first, int count, const flo
         }
 }
 
-// The order in which outputs are unpacked is theirs.
-template <Kind>
-inline Lanes in_order(Lanes sums) {
+// Outputs are unpacked in their order.
+template <Kind, bool>
+inline Lanes finished(Lanes sums) {
     return sums;
 }
 
 // One block of inputs of a strip for the first tile of rows, of WIDTH vectors at a time.
-template <Kind kind, int ROWS, bool KEEP>
+template <Kind kind, bool FOLDED, int ROWS, bool KEEP>
 void first_tile(const uint8_t* weights, Part part, int count, const float* x, float scale, float* out, float* panel) {
+    static_assert(!FOLDED, "weights are unpacked whole");
     constexpr int wide = KEEP ? PANEL : direct_width<ROWS>(), half = wide < 2 ? wide : 2;
     if (wide == 4 && part.end - part.first == 4)
         return direct_block<kind, ROWS, wide, KEEP>(weights, 0, count, x, scale, out, panel);

@@ -52,14 +52,14 @@ inline void store_first(float* out, int count, Lanes x) {
     for (int i = 0; i < count; i++) out[i] = numbers[i];
 }
 
-// As activations are rounded: to bf16, and what is smaller than 2^-60 to 0, what is greater than 2^100 to infinity. Products
+// As activations are rounded: to bf16, and what is smaller than 2^-60 to 0, what is greater than 2^64 to infinity. Products
 // with fp8 weights are then multiples of 2^-85, so no sum of them is subnormal and instructions that take subnormals for 0
-// give the same bits; and whether a sum overflows does not depend on how weights are unpacked.
+// give the same bits; and whether a sum overflows does not depend on how weights are unpacked, nor on FOLD.
 inline Lanes rounded(Lanes x) {
     const Lanes size = greater(x, sub(zero(), x));
     Lanes r = nearest_bf16(x);
     r = where_less(size, all(0x1p-60f), zero(), r);
-    r = where_less(all(0x1p100f), size, mul(x, all(as_float(0x7f800000))), r);
+    r = where_less(all(0x1p64f), size, mul(x, all(as_float(0x7f800000))), r);
     return where_nan(x, x, r);
 }
 
@@ -73,6 +73,7 @@ inline Lanes places_of(const float* numbers, int count, Store how) {
     }
     if (how == Store::plain) return load(numbers);
     const Lanes first = rounded(load(numbers));
+    if (how == Store::folded) return mul(first, all(FOLD));
     return how == Store::rounded ? first : pair_up(first, rounded(load(numbers + LANES)));
 }
 

@@ -8,7 +8,7 @@
 #define MANY_QUERIES 24
 #define FEW_QUERIES 4
 #define AHEAD 2048
-#define DOTS dot_strip
+#define DOTS
 #define FIRST_TILE "direct.h"
 
 #include "lanes_avx512.h"

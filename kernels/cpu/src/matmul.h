@@ -9,13 +9,13 @@ namespace {
 
 template <Kind kind>
 constexpr float unit() {
-    return kind == Kind::fp8 ? 256.0f : 1.0f;  // fp8 weights are unpacked as value / 256
+    return kind == Kind::fp8 ? 256.0f : 1.0f;  // sums are of fp8 weights / 256
 }
 
 // Adds ROWS × WIDTH * 16 sums over `count` inputs, times `scale`, to `out`, whose rows are `out_apart` apart; weights
 // are float32 rows `apart` apart, in the order in which `kind` is unpacked. x: number k of row r lies at
 // k * X_STEP + r * X_ROW. `next`: what is read after x, of the same size.
-template <Kind kind, int ROWS, int WIDTH, int X_STEP, int X_ROW>
+template <Kind kind, bool FOLDED, int ROWS, int WIDTH, int X_STEP, int X_ROW>
 void panel_block(const float* weights, size_t apart, int count, const float* x, const float* next, float scale, float* out,
                  size_t out_apart) {
     constexpr bool asks = REGISTERS < 32 && X_ROW == 1;  // tiles of many rows lie far away
@@ -35,33 +35,33 @@ void panel_block(const float* weights, size_t apart, int count, const float* x, 
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) {
             float* place = out + r * out_apart + 16 * v;
-            store(place, fma(in_order<kind>(sums[r][v]), all(scale), load(place)));
+            store(place, fma(finished<kind, FOLDED>(sums[r][v]), all(scale), load(place)));
         }
 }
 
 using PanelBlock = void (*)(const float*, size_t, int, const float*, const float*, float, float*, size_t);
 // Rows of a tile: the numbers of one k are neighbours.
-template <Kind kind, int... ROW>
+template <Kind kind, bool FOLDED, int... ROW>
 PanelBlock tile_panel(int rows, std::integer_sequence<int, ROW...>) {
-    static constexpr PanelBlock blocks[] = {panel_block<kind, ROW + 1, PANEL, ROW + 1, 1>...};
+    static constexpr PanelBlock blocks[] = {panel_block<kind, FOLDED, ROW + 1, PANEL, ROW + 1, 1>...};
     return blocks[rows - 1];
 }
 
 using FirstTile = void (*)(const uint8_t*, Part, int, const float*, float, float*, float*);
-template <Kind kind, bool KEEP, int... ROW>
+template <Kind kind, bool FOLDED, bool KEEP, int... ROW>
 FirstTile first_tile_of(int rows, std::integer_sequence<int, ROW...>) {
-    static constexpr FirstTile functions[] = {first_tile<kind, ROW + 1, KEEP>...};
+    static constexpr FirstTile functions[] = {first_tile<kind, FOLDED, ROW + 1, KEEP>...};
     return functions[rows - 1];
 }
 
-template <Kind kind>
+template <Kind kind, bool FOLDED = false>
 void strip_of_kind(const Matrix& m, int strip, Part part, const float* x, const Tiles& tiles, float* scratch, float* out) {
     constexpr auto all_rows = std::make_integer_sequence<int, TILE>();
     constexpr size_t row_bytes = size_t(STRIP) * bytes_of(kind);  // a block begins with a pair
     const float* scales = m.scales ? m.scales + size_t(strip) * m.blocks() : nullptr;
     const bool alone = tiles.count == 1;
-    const FirstTile first_tile = alone ? first_tile_of<kind, false>(tiles.rows, all_rows)
-                                       : first_tile_of<kind, true>(tiles.size(0), all_rows);
+    const FirstTile first_tile = alone ? first_tile_of<kind, FOLDED, false>(tiles.rows, all_rows)
+                                       : first_tile_of<kind, FOLDED, true>(tiles.size(0), all_rows);
     for (size_t i = 0; i < size_t(tiles.rows) * STRIP; i += LANES) store(out + i, zero());
     for (int block = 0, k = 0; k < m.inputs; block++, k += BLOCK) {
         const int count = m.inputs - k < BLOCK ? m.inputs - k : BLOCK;
@@ -76,7 +76,7 @@ void strip_of_kind(const Matrix& m, int strip, Part part, const float* x, const 
             first_tile(weights, {panel, panel + PANEL}, count, x + size_t(k) * tiles.size(0), scale, out, scratch);
             for (int t = 1; t < tiles.count; t++) {
                 const float* next = tile(t + 1 < tiles.count ? t + 1 : 0);
-                tile_panel<kind>(tiles.size(t), all_rows)(scratch, PANEL * LANES, count, tile(t), next, scale,
+                tile_panel<kind, FOLDED>(tiles.size(t), all_rows)(scratch, PANEL * LANES, count, tile(t), next, scale,
                                                           out + size_t(tiles.start(t)) * STRIP + panel * LANES, STRIP);
             }
         }
@@ -91,6 +91,11 @@ void multiply_strip(const Matrix& m, int strip, Part part, const float* x, const
         case Kind::int8: return strip_of_kind<Kind::int8>(m, strip, part, x, tiles, scratch, out);
         case Kind::fp16: break;
     }
+}
+
+// Of an fp8 matrix over rounded inputs, which are kept as FIRST_TILE_STORE says.
+void multiply_rounded(const Matrix& m, int strip, Part part, const float* x, const Tiles& tiles, float* scratch, float* out) {
+    strip_of_kind<Kind::fp8, FIRST_TILE_STORE == Store::folded>(m, strip, part, x, tiles, scratch, out);
 }
 
 void embed_row(const Matrix& m, int token, float* out) {

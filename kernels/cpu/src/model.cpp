@@ -132,12 +132,12 @@ void Model::lap(int number, Phase phase) {
 Store Model::store_for(std::initializer_list<const Matrix*> matrices) const {
     for (const Matrix* m : matrices)
         if (!rounds || m->kind != Kind::fp8) return Store::plain;
-    return variant.dots ? Store::pairs : Store::rounded;
+    return variant.rounded_store;
 }
 
 void Model::strip(const Matrix& m, int s, Part part, const float* x, const Tiles& tiles, Store how, Bench& bench,
                   float* out) const {
-    (how == Store::pairs ? variant.dots : variant.strip)(m, s, part, x, tiles, bench.scratch.data(), out);
+    (how == Store::plain ? variant.strip : variant.rounded_strip)(m, s, part, x, tiles, bench.scratch.data(), out);
 }
 
 // Where a thread puts its share of what is laid in tiles: all columns into its own bench when there is one tile, which

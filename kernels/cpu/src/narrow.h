@@ -7,6 +7,9 @@
 
 namespace {
 
+// Rounded inputs come folded: codes need not be multiplied then.
+constexpr Store FIRST_TILE_STORE = Store::folded;
+
 // Outputs 16q … 16q + 15 of an input lie so many bytes behind those of q = 0.
 template <Kind kind>
 constexpr int vector_bytes() {
@@ -23,14 +26,16 @@ OWN Unpacking unpacking() {
     return {_mm256_set1_epi32(int(kind == Kind::bf16 ? 0xffff0000u : 0x87f00000u)), _mm256_set1_ps(0x1p112f)};
 }
 
-// fp8 as value / 256: sign and code lie where float32 has its sign, the lower half of its exponent and the upper bits of its
-// fraction. Exact, as subnormal numbers count.
+// fp8 as value / 256, or as value / 2^120 for folded inputs: sign and code lie where float32 has its sign, the lower half of
+// its exponent and the upper bits of its fraction. Exact, as subnormal numbers count.
+template <bool FOLDED>
 OWN __m256 from_code(__m256i shifted, const Unpacking* by) {
-    return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(shifted, by->kept)), by->unit);
+    const __m256 bits = _mm256_castsi256_ps(_mm256_and_si256(shifted, by->kept));
+    return FOLDED ? bits : _mm256_mul_ps(bits, by->unit);
 }
 
 // Sixteen outputs of the even or the odd input of a pair.
-template <Kind kind, bool ODD>
+template <Kind kind, bool FOLDED, bool ODD>
 OWN Lanes unpack(const uint8_t* pair, const Unpacking* by) {
     if constexpr (kind == Kind::fp32) {
         return load(reinterpret_cast<const float*>(pair) + (ODD ? STRIP : 0));
@@ -48,7 +53,7 @@ OWN Lanes unpack(const uint8_t* pair, const Unpacking* by) {
             if (ODD) words = _mm256_slli_epi16(words, 8);
             if constexpr (kind == Kind::fp8) {
                 words = _mm256_srai_epi16(words, 4);
-                return {from_code(_mm256_slli_epi32(words, 16), by), from_code(words, by)};
+                return {from_code<FOLDED>(_mm256_slli_epi32(words, 16), by), from_code<FOLDED>(words, by)};
             } else {
                 return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 16), 24)),
                         _mm256_cvtepi32_ps(_mm256_srai_epi32(words, 24))};
@@ -57,10 +62,11 @@ OWN Lanes unpack(const uint8_t* pair, const Unpacking* by) {
     }
 }
 
-// Sums of sixteen outputs as they were unpacked, in the order of the outputs.
-template <Kind kind>
-inline Lanes in_order(Lanes sums) {
+// Sums of sixteen outputs as they were unpacked, in the order of the outputs, and of fp8 weights / 256.
+template <Kind kind, bool FOLDED>
+inline Lanes finished(Lanes sums) {
     if (bytes_of(kind) > 1) return sums;
+    if (FOLDED) sums = mul(sums, all(0x1p112f / FOLD));
     const __m256 low = _mm256_unpacklo_ps(sums.a, sums.b), high = _mm256_unpackhi_ps(sums.a, sums.b);
     return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
 }
@@ -94,27 +100,27 @@ OWN void add_products(Column<ROWS>& sums, Lanes weights, const float* x) {
     }
 }
 // One input of a pair; with `KEEP` its weights are left in `panel`.
-template <Kind kind, bool ODD, bool KEEP, int ROWS, int WIDTH>
+template <Kind kind, bool FOLDED, bool ODD, bool KEEP, int ROWS, int WIDTH>
 OWN void add_input(Columns<ROWS, WIDTH>& sums, const uint8_t* pair, const Unpacking* by, const float* x, float* panel) {
     if constexpr (WIDTH > 0) {
-        const Lanes weights = unpack<kind, ODD>(pair, by);
+        const Lanes weights = unpack<kind, FOLDED, ODD>(pair, by);
         if (KEEP) store(panel, weights);
         add_products(sums.column, weights, x);
-        add_input<kind, ODD, KEEP>(sums.beside, pair + vector_bytes<kind>(), by, x, panel + LANES);
+        add_input<kind, FOLDED, ODD, KEEP>(sums.beside, pair + vector_bytes<kind>(), by, x, panel + LANES);
     }
 }
-template <Kind kind, int ROWS>
+template <Kind kind, bool FOLDED, int ROWS>
 OWN void add_scaled(const Column<ROWS>& sums, Lanes scale, float* out) {
     if constexpr (ROWS > 0) {
-        store(out, fma(in_order<kind>(sums.sum), scale, load(out)));
-        add_scaled<kind>(sums.below, scale, out + STRIP);
+        store(out, fma(finished<kind, FOLDED>(sums.sum), scale, load(out)));
+        add_scaled<kind, FOLDED>(sums.below, scale, out + STRIP);
     }
 }
-template <Kind kind, int ROWS, int WIDTH>
+template <Kind kind, bool FOLDED, int ROWS, int WIDTH>
 OWN void add_scaled(const Columns<ROWS, WIDTH>& sums, Lanes scale, float* out) {
     if constexpr (WIDTH > 0) {
-        add_scaled<kind>(sums.column, scale, out);
-        add_scaled<kind>(sums.beside, scale, out + LANES);
+        add_scaled<kind, FOLDED>(sums.column, scale, out);
+        add_scaled<kind, FOLDED>(sums.beside, scale, out + LANES);
     }
 }
 
@@ -136,7 +142,7 @@ OWN void ask_ahead(const uint8_t* weights, int first, int pair) {
 
 // Adds ROWS × WIDTH * 16 sums over `count` inputs, times `scale`, to `out`; weights from packed rows. With `KEEP` they are
 // left in `panel` for other rows, [count][WIDTH * 16].
-template <Kind kind, int ROWS, int WIDTH, bool KEEP>
+template <Kind kind, bool FOLDED, int ROWS, int WIDTH, bool KEEP>
 void narrow_block(const uint8_t* weights, int first, int count, const float* x, float scale, float* out, float* panel) {
     constexpr int pair_bytes = 2 * STRIP * bytes_of(kind);
     constexpr bool full = ROWS * WIDTH == 6;  // no register is left for constants
@@ -149,24 +155,24 @@ void narrow_block(const uint8_t* weights, int first, int count, const float* x, 
         // What is behind an address that may have changed is not loaded before.
         if (full) asm volatile("" : "+r"(by));
         asm volatile("" : "+r"(x), "+r"(p));
-        add_input<kind, false, KEEP>(sums, p, by, x, panel + size_t(k) * WIDTH * LANES);
+        add_input<kind, FOLDED, false, KEEP>(sums, p, by, x, panel + size_t(k) * WIDTH * LANES);
         if (full) asm volatile("" : "+r"(by));
         asm volatile("" : "+r"(x), "+r"(p));
-        add_input<kind, true, KEEP>(sums, p, by, x + ROWS, panel + size_t(k + 1) * WIDTH * LANES);
+        add_input<kind, FOLDED, true, KEEP>(sums, p, by, x + ROWS, panel + size_t(k + 1) * WIDTH * LANES);
         x += 2 * ROWS;
     }
-    if (k < count) add_input<kind, false, KEEP>(sums, p, by, x, panel + size_t(k) * WIDTH * LANES);
-    add_scaled<kind>(sums, all(scale), out + LANES * first);
+    if (k < count) add_input<kind, FOLDED, false, KEEP>(sums, p, by, x, panel + size_t(k) * WIDTH * LANES);
+    add_scaled<kind, FOLDED>(sums, all(scale), out + LANES * first);
 }
 
 // One block of inputs of a strip for the first tile of rows.
-template <Kind kind, int ROWS, bool KEEP>
+template <Kind kind, bool FOLDED, int ROWS, bool KEEP>
 void first_tile(const uint8_t* weights, Part part, int count, const float* x, float scale, float* out, float* panel) {
-    constexpr int wide = KEEP ? PANEL : ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1, half = wide < 2 ? wide : 2;
+    constexpr int wide = KEEP ? PANEL : ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1, half = wide < 2 ? wide : 2;
     if (wide == 4 && part.end - part.first == 4)
-        return narrow_block<kind, ROWS, wide, KEEP>(weights, 0, count, x, scale, out, panel);
+        return narrow_block<kind, FOLDED, ROWS, wide, KEEP>(weights, 0, count, x, scale, out, panel);
     for (int first = part.first; first < part.end; first += half)
-        narrow_block<kind, ROWS, half, KEEP>(weights, first, count, x, scale, out, panel);
+        narrow_block<kind, FOLDED, ROWS, half, KEEP>(weights, first, count, x, scale, out, panel);
 }
 
 }  // namespace

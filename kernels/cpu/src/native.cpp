@@ -304,13 +304,13 @@ void multiply(const std::string& variant, const std::string& kind, int outputs, 
         throw std::invalid_argument("shapes differ");
     nb::gil_scoped_release released;
     const Tiles tiles(rows, v.tile);
-    const Store how = !rounds || m.kind != Kind::fp8 ? Store::plain : v.dots ? Store::pairs : Store::rounded;
+    const Store how = !rounds || m.kind != Kind::fp8 ? Store::plain : v.rounded_store;
     std::vector<float> packed(size_t(rows) * (inputs + 1) + LANES), scratch(scratch_floats()), made(size_t(rows) * STRIP);
     for (int t = 0; t < tiles.count; t++)
         v.spread(x.data() + size_t(tiles.start(t)) * inputs, size_t(inputs), inputs, 0,
                  packed.data() + tiles.place(t, inputs, how), tiles.size(t), how);
     for (int s = 0; s < m.strips(); s++) {
-        (how == Store::pairs ? v.dots : v.strip)(m, s, {}, packed.data(), tiles, scratch.data(), made.data());
+        (how == Store::plain ? v.strip : v.rounded_strip)(m, s, {}, packed.data(), tiles, scratch.data(), made.data());
         const int count = std::min(STRIP, outputs - s * STRIP);
         for (int r = 0; r < rows; r++)
             std::memcpy(out.data() + size_t(r) * outputs + s * STRIP, &made[size_t(r) * STRIP], size_t(count) * 4);

@@ -32,8 +32,12 @@ struct Matrix {
 enum class Store {
     plain,    // number k of row r at [k][size] as float32
     rounded,  // the same after rounding to bf16
+    folded,   // the same times FOLD
     pairs,    // bf16, k and its neighbour in one word: [k / 2][size][2], the odd k first
 };
+// The bits of an fp8 number, put where float32 has them, are 2^-120 times the number. Whoever multiplies by them as they are
+// has the other factor larger, so that no product of what `rounded` leaves is rounded: all are multiples of 2^-136.
+constexpr float FOLD = 0x1p60f;
 
 // Vectors of 16 outputs of a strip: all four, or two of them, so that few strips are shared evenly by threads.
 struct Part {
@@ -103,12 +107,12 @@ struct Attention {
 struct Variant {
     const char* name;
     int tile;                                      // rows of a tile at most
-    // Sums [rows][64] of a strip or of a half of it: `x` in tiles, plain or rounded; `scratch` of scratch_floats(), `out`
+    // Sums [rows][64] of a strip or of a half of it: `x` in tiles, plain; `scratch` of scratch_floats(), `out`
     // rows 64 apart, of which the half's place is filled.
     void (*strip)(const Matrix&, int strip, Part, const float* x, const Tiles&, float* scratch, float* out);
-    // The same with bf16 dot products, which give the bits of `strip` over rounded numbers: `x` as pairs, the matrix fp8.
-    // Null where the processor has none.
-    void (*dots)(const Matrix&, int strip, Part, const float* x, const Tiles&, float* scratch, float* out);
+    // The same of an fp8 matrix over rounded numbers: `x` as `rounded_store`.
+    void (*rounded_strip)(const Matrix&, int strip, Part, const float* x, const Tiles&, float* scratch, float* out);
+    Store rounded_store;
     // Numbers first … first + count - 1 of the rows of a tile, which lie `apart` apart, into their places; first is even.
     void (*spread)(const float* numbers, size_t apart, int count, int first, float* tile, int rows, Store how);
     // out = silu(gate) * up, n numbers.

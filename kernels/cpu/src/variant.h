@@ -7,7 +7,7 @@
 //   MANY_QUERIES     from so many on, keys are turned into columns for them
 //   AHEAD            bytes that weights are asked for ahead
 //   FIRST_TILE       the header of the first tile's products: `direct.h` or `narrow.h`
-//   DOTS             with bf16 dot products only: `dot_strip`
+//   DOTS             with bf16 dot products only
 // All functions are in an unnamed namespace: none of one variant may be merged with one of another. For the same reason
 // nothing of the C++ library but types is used here.
 #include <utility>
@@ -19,8 +19,9 @@
 #include "attention.h"
 #ifdef DOTS
 #include "dots.h"
+#define ROUNDED dot_strip, Store::pairs
 #else
-#define DOTS nullptr
+#define ROUNDED multiply_rounded, FIRST_TILE_STORE
 #endif
 #include "sampling.h"
 
@@ -58,6 +59,6 @@ float multiply_rounds(int64_t rounds, double* flops) {
 
 }  // namespace
 
-const Variant VARIANT = {NAME,          TILE,        multiply_strip, DOTS,    spread_rows,   gate_numbers, inverse_rms,
+const Variant VARIANT = {NAME,          TILE,        multiply_strip, ROUNDED, spread_rows,   gate_numbers, inverse_rms,
                          scale_numbers, rotate_head, keep_numbers,   ask_for, ask_for_bytes, attend_rows,  embed_row,
                          sample_row,    read_all,    multiply_rounds};
