@@ -135,7 +135,7 @@ class Fetches:
         for source in (FILE, PageSource("host", filling.elsewhere)):
             pages = self._there(filling, source.kind)[: self._pages.available]
             if self.costs.pays(source.kind, len(pages)):
-                return [self._ask(filling, fillings, source, pages)]
+                return self._ask(filling, fillings, source, pages)
         return []
 
     def _there(self, filling: Filling, kind: Kind) -> list[Ahead]:
@@ -153,10 +153,16 @@ class Fetches:
     def _has_file(self, key: bytes) -> bool:
         return self._in_file is not None and key in self._in_file
 
-    def _ask(self, filling: Filling, fillings: Fillings, source: PageSource, pages: list[Ahead]) -> Send:
+    def _ask(
+        self, filling: Filling, fillings: Fillings, source: PageSource, pages: list[Ahead]
+    ) -> list[Send]:
         assert self.replicator is not None
         replicator, owner = self.replicator
         targets = tuple(self._pages.take(len(pages), owner))
+        # Fewer, where somebody who is thought dead has taken what seemed to be idle.
+        pages = pages[: len(targets)]
+        if not pages:
+            return []
         self._pages.cache.pin(ref.index for ref in targets)
         # The name of a page in one life: the ticket of no other fetch, also of those of a predecessor.
         ticket = targets[0].generation << 32 | targets[0].index
@@ -169,7 +175,7 @@ class Fetches:
             PageWanted(*page, ref, there[page.block] if there else None)
             for page, ref in zip(pages, targets, strict=True)
         )
-        return Send(replicator, FetchWanted(ticket, source, wanted))
+        return [Send(replicator, FetchWanted(ticket, source, wanted))]
 
     def ended(self, message: FetchEnded, fillings: Fillings, now: float) -> Fetch | None:
         """Take what has landed into the cache; the caller wakes who waited, then `settle`s the fetch."""

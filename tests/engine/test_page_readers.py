@@ -21,6 +21,7 @@ from engine.messages import (
     PinFact,
     PinWanted,
     PoolExhausted,
+    PrefixGranted,
     PrefixWanted,
     ReadEnded,
     ReadGranted,
@@ -122,6 +123,25 @@ def test_what_is_found_is_not_evicted_to_make_room_for_what_is_fetched_behind_it
     desk.tell(REPLICATOR, FileKeys((seals(log_of(0, 12))[2].key,), (), whole=True))
     assert desk.seek(A, log_of(0, 13)).pages == found
     assert all(desk.table.state(page.index) is PageState.SEALED for page in found)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_no_more_is_fetched_than_there_is_room_for(left: int) -> None:
+    """A ghost has taken what it was granted before: that seems to be room, and is none."""
+    desk = desk_with_file(4)
+    desk.gone = set()
+    pages = desk.fill(A, log_of(0, 16)[: 4 * (3 + left)])
+    desk.let_go(A, *pages)
+    desk.want(A, 1 - left, consumed=3 + left)
+    desk.tell(REPLICATOR, SpillEnded(pages))
+    desk.peers([], [B])
+    for page in pages[:3]:
+        desk.rows[B][page.index] = 1
+    tokens = token_bytes(log_of(100, 12))
+    desk.tell(REPLICATOR, FileKeys(tuple(seal.key for seal in seals(log_of(100, 12))), (), whole=True))
+    sends = desk.tell(A, PrefixWanted(SequenceKey(9, 0), 1, ROOT, tokens, 0, True))
+    assert [len(send.message.pages) for send in sends if isinstance(send.message, FetchWanted)] == [1] * left
+    assert [send.message.more for send in sends if isinstance(send.message, PrefixGranted)] == [bool(left)]
 
 
 def test_what_a_dead_allocator_had_fetched_is_found_or_free_when_the_replicator_says_so() -> None:
