@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kernels.packed import PackedMatrix
     from kernels.rows import Span
 
-NUMERICS = 1
+NUMERICS = 2
 """To be raised whenever a kernel gives other bits than before: it is part of `numerics_id`."""
 
 MATRICES = {

@@ -104,21 +104,46 @@ struct Share {
     float most, weight;  // the greatest score; the sum of e^(score - most)
 };
 
-// Turns the scores of one query, of which numbers low … high - 1 count, into weights; their greatest and their sum.
-inline Share weigh(float* scores, int low, int high) {
+// What the query at a position sees of a block: numbers low … high - 1.
+struct Seen {
+    int low, high;
+
+    bool none() const { return high <= 0 || low >= high; }
+};
+inline Seen seen_of(const Attention& a, int position, int begin) {
+    const int left = position + 1 - begin, low = a.window > 0 ? left - a.window : 0;
+    return {low, left < KEYS ? left : KEYS};
+}
+
+inline void leave_out(float* scores, Seen seen) {
     const Lanes nothing = all(as_float(0xff800000));
-    Lanes s[4], number = numbers();
-    for (int v = 0; v < 4; v++) {
-        s[v] = where_less(number, all(float(high)), load(scores + 16 * v), nothing);
-        if (low > 0) s[v] = where_less(number, all(float(low)), nothing, s[v]);
-        number = add(number, all(16.0f));
+    Lanes number = numbers();
+    for (int v = 0; v < KEYS; v += LANES) {
+        const Lanes kept = where_less(number, all(float(seen.high)), load(scores + v), nothing);
+        store(scores + v, where_less(number, all(float(seen.low)), nothing, kept));
+        number = add(number, all(float(LANES)));
     }
-    const float most = maximum(greater(greater(s[0], s[1]), greater(s[2], s[3])));
-    for (int v = 0; v < 4; v++) {
-        s[v] = exponential(sub(s[v], all(most)));
-        store(scores + 16 * v, s[v]);
+}
+
+// Turns the scores of `rows` queries into weights; their greatest and their sums. One thing after the other for all of them:
+// what one query waits for, others do.
+inline void weigh(float* scores, int rows, Share* shares) {
+    float totals[TILE][LANES];
+    for (int i = 0; i < rows; i++) {
+        const float* s = scores + size_t(i) * KEYS;
+        shares[i].most = maximum(greater(greater(load(s), load(s + 16)), greater(load(s + 32), load(s + 48))));
     }
-    return {most, sum(add(add(s[0], s[1]), add(s[2], s[3])))};
+    for (int i = 0; i < rows; i++) {
+        Lanes s[4];
+        const Lanes most = all(shares[i].most);
+        for (int v = 0; v < 4; v++) {
+            float* place = scores + size_t(i) * KEYS + 16 * v;
+            s[v] = exponential_below(sub(load(place), most));
+            store(place, s[v]);
+        }
+        store(totals[i], add(add(s[0], s[1]), add(s[2], s[3])));
+    }
+    for (int i = 0; i < rows; i++) shares[i].weight = sum(load(totals[i]));
 }
 
 // Joins what `rows` queries have of a block, at most 16, to what they have of the blocks before. A query that sees nothing
@@ -347,22 +372,19 @@ void attend_rows(const Attention& a, float* memory, float* out) {
             else
                 few_for(pool, rows).score(keys, turned, scores);
         }
+        const bool all_seen = a.window == 0 && begin + KEYS <= a.position + 1;
         for (int t = 0; t < tiles.count; t++) {
             const int start = tiles.start(t), rows = tiles.size(t);
             float* scores = bench.scores + size_t(start) * KEYS;
             Share fresh[LANES];
-            for (int i = 0; i < rows; i++) {
-                const int position = a.position + (start + i) / a.group;
-                const int high = position + 1 - begin < count ? position + 1 - begin : count;
-                const int low = a.window > 0 ? position - a.window + 1 - begin : 0;
-                float* mine = scores + size_t(i) * KEYS;
-                if (high > 0 && low < high) {
-                    fresh[i] = weigh(mine, low, high);
-                } else {
+            const auto seen = [&](int i) { return seen_of(a, a.position + (start + i) / a.group, begin); };
+            for (int i = 0; i < rows && !all_seen; i++) leave_out(scores + size_t(i) * KEYS, seen(i));
+            weigh(scores, rows, fresh);
+            for (int i = 0; i < rows && !all_seen; i++)
+                if (seen(i).none()) {
                     fresh[i] = {as_float(0xff800000), 0.0f};
-                    for (int j = 0; j < KEYS; j += LANES) store(mine + j, zero());
+                    for (int j = 0; j < KEYS; j += LANES) store(scores + size_t(i) * KEYS + j, zero());
                 }
-            }
             // Values before the first query's window may be of somebody else by now: not even their zero share is taken.
             const int low = a.window > 0 ? a.position + start / a.group - a.window + 1 - begin : 0;
             const int from = low > 0 ? (low < count ? low : count) : 0;

@@ -3,13 +3,9 @@
 
 namespace {
 
-// e to the x, to about one unit in the last place: x = n ln 2 + r, and the Taylor series of degree 7 of e^r, whose
-// error at |r| <= ln 2 / 2 is 5e-9. 0 below -87.3, infinite above 88.3, NaN for NaN. exp(0) is exactly 1.
-inline Lanes exponential(Lanes x) {
-    const Lanes least = all(-87.3f), most = all(88.3f);
-    const Lanes held = lesser(greater(x, least), most);
-    const Lanes n = nearest(mul(held, all(1.44269504f)));
-    Lanes r = fma(n, all(-0.693359375f), held);
+// e to the x, where n is the integer nearest to x / ln 2.
+inline Lanes exponential_rest(Lanes x, Lanes n) {
+    Lanes r = fma(n, all(-0.693359375f), x);
     r = fma(n, all(2.12194440e-4f), r);
     Lanes p = all(1.0f / 5040);
     p = fma(p, r, all(1.0f / 720));
@@ -19,10 +15,25 @@ inline Lanes exponential(Lanes x) {
     p = fma(p, r, all(0.5f));
     p = fma(p, r, all(1.0f));
     p = fma(p, r, all(1.0f));
-    p = mul(p, power_of_two(n));
+    return mul(p, power_of_two(n));
+}
+
+// e to the x, to about one unit in the last place: x = n ln 2 + r, and the Taylor series of degree 7 of e^r, whose
+// error at |r| <= ln 2 / 2 is 5e-9. 0 below -87.3, infinite above 88.3, NaN for NaN. exp(0) is exactly 1.
+inline Lanes exponential(Lanes x) {
+    const Lanes least = all(-87.3f), most = all(88.3f);
+    const Lanes held = lesser(greater(x, least), most);
+    Lanes p = exponential_rest(held, nearest(mul(held, all(1.44269504f))));
     p = where_less(x, least, zero(), p);
     p = where_less(most, x, all(as_float(0x7f800000)), p);
     return where_nan(x, x, p);
+}
+
+// The same bits for what is at most 0, or NaN.
+inline Lanes exponential_below(Lanes x) {
+    const Lanes least = all(-87.3f), held = greater(x, least);
+    const Lanes p = exponential_rest(held, nearest(mul(held, all(1.44269504f))));
+    return where_nan(x, x, where_less(x, least, zero(), p));
 }
 
 void gate_numbers(const float* gates, const float* ups, float* out, int n) {

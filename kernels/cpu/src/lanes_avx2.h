@@ -132,9 +132,10 @@ inline Lanes load_bf16(const uint16_t* p) { return {eight_bf16(p), eight_bf16(p 
 inline Lanes from_halves(__m256i half) {
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
 }
-inline Lanes load_fp16(const uint16_t* p) {
-    return from_halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+inline __m256 eight_fp16(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+inline Lanes load_fp16(const uint16_t* p) { return {eight_fp16(p), eight_fp16(p + 8)}; }
 // Low bytes of 16-bit words as fp16, each e4m3 value / 256: up, down by one with the sign, the sign's copy out.
 inline __m256i low_codes(__m256i words) {
     return _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(words, 8), 1), _mm256_set1_epi16(short(0xbfff)));

@@ -11,6 +11,10 @@ namespace {
 
 // Up to so many rows a step waits for memory: every thread reads weights that lie one behind the other.
 constexpr int STREAMED_ROWS = 6;
+// Items of attention for each thread from which on it hardly matters who has one more.
+constexpr int EVEN_ITEMS = 3;
+// Fewer rows are not worth reading their keys again.
+constexpr int LEAST_ROWS = 8;
 // Bytes of the next weights that a thread asks for before it waits for the others.
 constexpr size_t ASKED_BYTES = 4096;
 
@@ -100,17 +104,29 @@ void Model::prepare(const StepInput& input) {
     for (int i = 0; i < counter_count_; i++) counters_[i].next.store(0, std::memory_order_relaxed);
     items_.clear();
     turns_.clear();
-    const int most = attention_rows(shape.heads / shape.kv_heads);
+    const int most = item_rows(input);
     for (int s = int(input.spans.size()) - 1; s >= 0; s--) {
-        const int count = input.spans[s].count;
+        const Tiles tiles(input.spans[s].count, most);
         // the dearest first: late rows see the most keys
-        for (int first = (count - 1) / most * most; first >= 0; first -= most)
+        for (int t = tiles.count - 1; t >= 0; t--)
             for (int head = 0; head < shape.kv_heads; head++) {
-                const Item item{s, head, first, std::min(most, count - first)};
+                const Item item{s, head, tiles.start(t), tiles.size(t)};
                 items_.push_back(item);
-                if (count > most) turns_.push_back(item);
+                if (tiles.count > 1) turns_.push_back(item);
             }
     }
+}
+
+// Rows of an item of attention: as many as share keys well, or fewer where threads would wait for the last of few items.
+int Model::item_rows(const StepInput& input) const {
+    const auto items = [&](int rows) {
+        int count = 0;
+        for (const Span& span : input.spans) count += Tiles(span.count, rows).count * shape.kv_heads;
+        return count;
+    };
+    int rows = attention_rows(shape.heads / shape.kv_heads);
+    while (rows > LEAST_ROWS && items(rows) < EVEN_ITEMS * team_.threads()) rows = std::max(LEAST_ROWS, rows / 2);
+    return rows;
 }
 
 void Model::step(const StepInput& input) {

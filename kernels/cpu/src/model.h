@@ -79,6 +79,7 @@ private:
     };
 
     void prepare(const StepInput& input);
+    int item_rows(const StepInput& input) const;
     void work(const StepInput& input, int number);
     void attend(const StepInput& input, const Item& item, int layer, Bench& bench, const Attention& next);
     Run claim(Counter& counter, int items) const;
