@@ -30,7 +30,6 @@ def checks(*, fast: bool) -> list[Check]:
 
     Where there is no C++ compiler the sanitizers are left out, as the native kernels are.
     """
-    select = ("-m", "not system and not model") if fast else ()
     model = [] if fast else [Check("default model", ("python", "-m", "tools.fetch"))]
     sanitizers = [] if sanitize.unable() else [Check("sanitizers", ("python", "-m", "tools.sanitize"))]
     return [
@@ -41,7 +40,19 @@ def checks(*, fast: bool) -> list[Check]:
         Check("native kernels", ("python", "-m", "tools.native")),
         *sanitizers,
         *model,
-        Check("tests", ("python", "-m", "pytest", *select)),
+        *tests(fast=fast),
+    ]
+
+
+def tests(*, fast: bool) -> list[Check]:
+    """Side by side those that measure no time; then, alone on the machine, those of whole systems."""
+    pytest = ("python", "-m", "pytest", "-m")
+    files = (*sanitize.SIDE_BY_SIDE, "loadfile")
+    if fast:
+        return [Check("tests", (*pytest, "not system and not model", *files))]
+    return [
+        Check("tests", (*pytest, "not system", *files)),
+        Check("system tests", (*pytest, "system")),
     ]
 
 
@@ -56,6 +67,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--fast", action="store_true", help="leave out the tests marked system or model")
     add_options(parser)
     options = parser.parse_args(arguments)
+    # Where there is no ninja, CMake takes make, which compiles one file after the other unless it is told.
+    os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
     install = Options(extras=("dev",), torch_index=options.torch_index, cuda=options.cuda)
     try:
         python = Installer(ROOT, install, Machine.here()).ensure()

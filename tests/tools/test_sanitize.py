@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tools import checks, native, sanitize
 from tools.install import InstallError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 needs_gcc = pytest.mark.skipif(
     sys.platform != "linux" or native.compiler() is None, reason="needs a C++ compiler on Linux"
@@ -72,6 +70,20 @@ def test_kernels():
 """
 
 
+def run_pytest(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests of a folder with the plugin, and with no other that would have to be loaded."""
+    words = ["-p", "xdist", "-p", "tools.sanitize_plugin", "-p", "no:cacheprovider", "--rootdir", "."]
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "ESTAFET_NATIVE_PATH": str(folder / "checked")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *words, *more],
+        cwd=folder,
+        env=os.environ | alone,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("folder", "more", "code", "said"),
     [
@@ -81,22 +93,27 @@ def test_kernels():
         ("checked", "sys.modules['torch'] = types.ModuleType('torch')", 1, "must not import torch"),
     ],
 )
+@pytest.mark.parametrize("processes", ["0", "2"])
 def test_a_run_that_tested_something_else_fails(
-    tmp_path: Path, folder: str, more: str, code: int, said: str
+    tmp_path: Path, folder: str, more: str, code: int, said: str, processes: str
 ) -> None:
     file = str(tmp_path / folder / "_native.so")
     (tmp_path / "test_it.py").write_text(TEST.format(file=file, more=more))
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tools.sanitize", "-p", "no:cacheprovider", "--rootdir", "."],
-        cwd=tmp_path,
-        env=os.environ | {"ESTAFET_NATIVE_PATH": str(tmp_path / "checked")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_pytest(tmp_path, "-n", processes)
     assert run.returncode == code, run.stdout
     assert "1 passed" in run.stdout
     assert said in run.stderr
+
+
+def test_a_process_that_a_sanitizer_ends_fails_the_run_which_goes_on(tmp_path: Path) -> None:
+    file = str(tmp_path / "checked" / "_native.so")
+    ends = "def test_bad():\n    os.write(2, b'ERROR: AddressSanitizer')\n    os._exit(1)\n"
+    (tmp_path / "test_it.py").write_text("import os\n" + ends + TEST.format(file=file, more="pass"))
+    run = run_pytest(tmp_path, "-n", "1", "--capture=sys")
+    assert run.returncode == 1
+    assert "1 failed, 1 passed" in run.stdout
+    assert "crashed while running 'test_it.py::test_bad'" in run.stdout
+    assert "ERROR: AddressSanitizer" in run.stderr
 
 
 def test_the_key_follows_sources_and_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +147,25 @@ def test_checks_have_the_sanitizers_where_kernels_can_be_built(monkeypatch: pyte
     names = [check.name for check in checks.checks(fast=True)]
     assert "sanitizers" not in names
     assert names[-2:] == ["native kernels", "tests"]
+
+
+def test_a_test_is_in_one_check_and_no_other() -> None:
+    """Those of whole systems alone and last, whose closing lines are then the closing lines."""
+    beside, alone = checks.tests(fast=False)
+    assert beside.command[5:-1] == sanitize.SIDE_BY_SIDE
+    assert (beside.command[3:5], alone.command[3:]) == (("-m", "not system"), ("-m", "system"))
+    (fast,) = checks.tests(fast=True)
+    assert "not system and not model" in fast.command
+
+
+def test_every_check_runs_and_one_that_fails_fails_all(capfd: pytest.CaptureFixture[str]) -> None:
+    todo = [checks.Check(name, (name,)) for name in ("false", "true")]
+    programs = str(Path(shutil.which("true") or "").parent)
+    assert checks.run_checks(todo, programs) == 1
+    assert checks.run_checks(todo[1:], programs) == 0
+    first, _, second = capfd.readouterr().out.rpartition("== true")
+    assert [line.split()[:2] for line in first.splitlines() if line.startswith("   ")] == [
+        ["false", "FAILED"],
+        ["true", "passed"],
+    ]
+    assert "FAILED" not in second
