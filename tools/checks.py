@@ -7,14 +7,23 @@ makes .venv with everything that is needed and fetches the default model for the
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING
 
 from tools import interrupts, sanitize
 from tools.install import ROOT, Installer, InstallError, Machine, Options, add_options, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +32,8 @@ class Check:
 
     name: str
     command: tuple[str, ...]
+    beside: bool = False
+    """Whether it runs beside those before it; what it says is held back until its turn."""
 
 
 def checks(*, fast: bool) -> list[Check]:
@@ -35,11 +46,11 @@ def checks(*, fast: bool) -> list[Check]:
     return [
         Check("format", ("ruff", "format", "--check", ".")),
         Check("lint", ("ruff", "check", ".")),
-        Check("types", ("mypy",)),
         Check("layers", ("lint-imports",)),
         Check("native kernels", ("python", "-m", "tools.native")),
         *sanitizers,
         *model,
+        Check("types", ("mypy",), beside=True),  # without its cache a minute of one core
         *tests(fast=fast),
     ]
 
@@ -79,20 +90,45 @@ def main(arguments: list[str]) -> int:
 
 
 def run_checks(todo: list[Check], programs: str) -> int:
-    """Run them one after the other with the environment's programs first on the path; 1 if any failed."""
+    """Run them in order with the environment's programs first on the path; 1 if any failed."""
     environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"}
     lines: list[str] = []
     failed = 0
-    for check in todo:
-        print(f"== {check.name}: {' '.join(check.command)}", flush=True)
-        start = time.monotonic()
-        program = [f"{programs}{os.sep}{check.command[0]}", *check.command[1:]]
-        code = subprocess.run(program, cwd=ROOT, env=environment, check=False).returncode
-        failed += code != 0
-        verdict = "passed" if code == 0 else f"FAILED ({code})"
-        lines.append(f"   {check.name:15}{verdict:13}{time.monotonic() - start:6.1f} s")
+
+    def words(check: Check) -> list[str]:
+        return [f"{programs}{os.sep}{check.command[0]}", *check.command[1:]]
+
+    with ThreadPoolExecutor() as threads, contextlib.ExitStack() as stack:
+        kept: dict[str, tuple[IO[bytes], Future[tuple[int, float]]]] = {}
+        for check in todo:
+            if check.beside:
+                output = stack.enter_context(tempfile.TemporaryFile())
+                process = subprocess.Popen(
+                    words(check), cwd=ROOT, env=environment, stdout=output, stderr=output
+                )
+                stack.callback(process.kill)  # does nothing to one that has ended
+                kept[check.name] = output, threads.submit(_timed, process.wait)
+        for check in todo:
+            print(f"== {check.name}: {' '.join(check.command)}", flush=True)
+            if check.name in kept:
+                said, ended = kept[check.name]
+                code, seconds = ended.result()
+                said.seek(0)
+                print(said.read().decode(errors="replace"), end="", flush=True)
+            else:
+                run = functools.partial(subprocess.call, words(check), cwd=ROOT, env=environment)
+                code, seconds = _timed(run)
+            failed += code != 0
+            verdict = "passed" if code == 0 else f"FAILED ({code})"
+            lines.append(f"   {check.name:15}{verdict:13}{seconds:6.1f} s")
     print("== summary", *lines, sep="\n", flush=True)
     return int(failed > 0)
+
+
+def _timed(run: Callable[[], int]) -> tuple[int, float]:
+    """What a program's exit code was, and the seconds until then."""
+    began = time.monotonic()
+    return run(), time.monotonic() - began
 
 
 if __name__ == "__main__":

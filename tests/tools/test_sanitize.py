@@ -146,7 +146,7 @@ def test_checks_have_the_sanitizers_where_kernels_can_be_built(monkeypatch: pyte
     monkeypatch.setattr(native, "lacking", lambda: "no compiler")
     names = [check.name for check in checks.checks(fast=True)]
     assert "sanitizers" not in names
-    assert names[-2:] == ["native kernels", "tests"]
+    assert names[-3:] == ["native kernels", "types", "tests"]
 
 
 def test_a_test_is_in_one_check_and_no_other() -> None:
@@ -156,6 +156,20 @@ def test_a_test_is_in_one_check_and_no_other() -> None:
     assert (beside.command[3:5], alone.command[3:]) == (("-m", "not system"), ("-m", "system"))
     (fast,) = checks.tests(fast=True)
     assert "not system and not model" in fast.command
+
+
+def test_a_check_beside_others_is_heard_in_its_turn(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first waits for a word of the second, which has begun already and writes beside it."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    first = checks.Check("first", ("sh", "-c", f"read word < {pipe}; echo first got $word"))
+    script = f"echo second begins; echo it > {pipe}; echo second ends >&2; exit 3"
+    second = checks.Check("second", ("sh", "-c", script), beside=True)
+    assert checks.run_checks([first, second], str(Path(shutil.which("sh") or "").parent)) == 1
+    out = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("==")]
+    assert out[:3] == ["first got it", "second begins", "second ends"]
+    assert [line.split()[:3] for line in out[3:]][1] == ["second", "FAILED", "(3)"]
 
 
 def test_every_check_runs_and_one_that_fails_fails_all(capfd: pytest.CaptureFixture[str]) -> None:
