@@ -209,6 +209,15 @@ class PageTable:
             checksum & MASK32 if checksum >> 32 else None,
         )
 
+    def is_sealed_as(self, page: int, key: bytes, parent: bytes, tokens: bytes) -> bool:
+        """Whether a SEALED page was published with these."""
+        at, size = page * self.RECORD_BYTES, 4 * self.page_tokens
+        return (
+            self._bytes[at + 5 * WORD : at + 7 * WORD] == key
+            and self._bytes[at + 9 * WORD : at + 11 * WORD] == parent
+            and self._tokens[page * size : (page + 1) * size] == tokens
+        )
+
     def adopt(self, page: int, owner: Owner, term: int) -> None:
         """Take a page over in a hand-over: term first, the owner (which makes it ours) last."""
         at = page * self.WORDS

@@ -105,10 +105,15 @@ class Pages:
     def census(self, dead: Collection[Owner]) -> Counter[str]:
         """Every page once; `dead` are those whose pages are in quarantine."""
         states = self.table.states()
-        count = Counter({state.name.lower(): states.count(state) for state in PageState})
-        count["cached"] = self.cache.idle
-        count["held"] = count.pop("sealed") - self.cache.idle
-        count["quarantined"] = 0
+        idle = self.cache.idle
+        count = Counter(
+            free=states.count(PageState.FREE),
+            cached=idle,
+            held=states.count(PageState.SEALED) - idle,
+            leased=states.count(PageState.LEASED),
+            open=states.count(PageState.OPEN),
+            quarantined=0,
+        )
         for owner in dead:
             for ref in self.writable_by(owner):
                 count[self.table.state(ref.index).name.lower()] -= 1

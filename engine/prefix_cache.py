@@ -204,16 +204,14 @@ class PrefixCache:
         self.index.check()
         self.policy.check()
         assert all(count > 0 for count in self._pins.values())
-        for page in range(self.table.pages):
-            cached = page in self.index
-            assert page not in self._idle or cached, f"page {page} is idle and not cached"
-            if cached:
-                assert self.table.state(page) is PageState.SEALED, f"cached page {page} is not sealed"
-                assert self.table.sealed(page)[:3] == (
-                    self.index.key_of(page),
-                    self.index.parent_of(page),
-                    self.index.tokens_of(page),
-                ), f"page {page} holds other tokens than the index says"
+        idle = self._idle.difference(self.index)
+        assert not idle, f"pages {idle} are idle and not cached"
+        states = self.table.states()
+        for page in self.index:
+            assert states[page] == PageState.SEALED, f"cached page {page} is not sealed"
+            assert self.table.is_sealed_as(
+                page, self.index.key_of(page), self.index.parent_of(page), self.index.tokens_of(page)
+            ), f"page {page} holds other tokens than the index says"
 
     def statistics(self) -> Statistics:
         return {

@@ -224,7 +224,7 @@ class Copier:
         self.fetches.remove(fetch)
         ended = FetchEnded(fetch.wanted.ticket, fetch.landed, 0.002 * fetch.landed)
         late = [] if fetch.asker == self.allocator else [self.held()]
-        return [*self.news(), Send(fetch.asker, ended), *late]
+        return [*self.news(), Send("allocator", ended), *late]
 
     def _spill(self, spill: Spill) -> list[Send]:
         world, table = self.world, self.world.table
@@ -395,7 +395,7 @@ class Tiers(World):
 
     def _act(self, actor: Alive, effects: list[object]) -> None:
         kept: list[object] = []
-        lives = self._lives(actor.member.incarnation)
+        lives = self._lives(actor.me)
         for effect in effects:
             match effect:
                 case Send(to=to, message=Place() as place):
@@ -410,7 +410,7 @@ class Tiers(World):
                     self._fill(actor, effect)
                     continue
                 case Cease(name=name):
-                    for key in [k for k, of in self.fills.items() if of == (actor.member.incarnation, name)]:
+                    for key in [k for k, of in self.fills.items() if of == (actor.me, name)]:
                         del self.fills[key]
                         self.cancel(key)
                     continue
@@ -440,18 +440,18 @@ class Tiers(World):
     def _used_by_copiers(self) -> set[PageRef]:
         """What the file and the other host may read or write, as long as the allocator must know it."""
         used: set[PageRef] = set()
-        allocator = self.alive["allocator"].member.incarnation
+        allocator = self.alive["allocator"].me
         for actor in (*self.alive.values(), *self.ghosts.values()):
             if not isinstance(actor.core, Copier):
                 continue
             used |= actor.core.writes()
-            if not self._lives(actor.member.incarnation):
+            if not self._lives(actor.me):
                 continue
             used |= {p for spill in actor.core.spills if spill.asker == allocator for p in spill.pages}
             for read in actor.core.reads:
                 if read.granter == allocator and self.now < read.until:
                     used |= {p for p, there in zip(read.pages, read.there, strict=True) if there}
-            for message in self.queues.get((allocator, actor.member.incarnation), ()):
+            for message in self.queues.get((allocator, actor.me), ()):
                 if isinstance(message, FetchWanted):
                     used |= {page.target for page in message.pages}
                 elif isinstance(message, SpillWanted):
@@ -460,7 +460,7 @@ class Tiers(World):
 
     def _fill(self, actor: Alive, fill: Fill) -> None:
         keys = self.submit(fill.prompt, len(fill.prompt) + 1, salt=fill.prefix.salt)
-        me = actor.member.incarnation
+        me = actor.me
         if keys:
             self.fills[keys[0]] = me, fill.name
         else:
@@ -518,7 +518,7 @@ class Tiers(World):
         return ended
 
     def deliver(self, choice: tuple[Incarnation, Incarnation] | Incarnation) -> None:
-        if isinstance(choice, Incarnation) and self.luck.random() < 0.3:
+        if isinstance(choice, Incarnation) and self.luck.random() < 0.5:
             # A death and a birth may be told at once.
             rosters = self.rosters[choice]
             for _ in range(self.luck.randint(0, len(rosters) - 1)):
@@ -567,7 +567,7 @@ class Tiers(World):
     def _check_pins(self, door: Alive) -> None:
         """What a client was told is kept is there, as long as no word of it is under way."""
         allocator = self.alive["allocator"]
-        pair = allocator.member.incarnation, door.member.incarnation
+        pair = allocator.me, door.me
         quiet = not self.queues.get(pair) and not self.queues.get(pair[::-1])
         knows = door.seen.get("allocator") == allocator.member
         if not (quiet and knows and allocator.seen.get(door.member.name) == door.member):
@@ -631,6 +631,14 @@ def until_pages_move(world: Tiers, order: random.Random) -> None:
     world.busy(order, order.randint(0, 12))
 
 
+def kill(world: Tiers, order: random.Random, victims: set[str], *, ghost: bool) -> None:
+    """They die; and some of them live again before anybody has heard of it."""
+    for name in sorted(victims & set(world.alive)):
+        world.kill(name, ghost=ghost)
+        if order.random() < 0.4:
+            world.start(name)
+
+
 def live(world: Tiers, order: random.Random, count: int) -> None:
     """So many times whatever may happen: mostly work, and now and then a death, alone or with others."""
     for _ in range(count):
@@ -664,8 +672,7 @@ def live(world: Tiers, order: random.Random, count: int) -> None:
                 victims |= set(order.sample(["allocator", "replicator", *sorted(world.roles)], 2))
             if order.random() < 0.5:
                 until_pages_move(world, order)
-            for name in sorted(victims & set(world.alive)):
-                world.kill(name, ghost=order.random() < 0.7)
+            kill(world, order, victims, ghost=order.random() < 0.7)
         elif chance < 0.285 and world.ghosts:
             ghost = order.choice(sorted(world.ghosts))
             if order.random() < 0.3:
@@ -800,8 +807,7 @@ class Machine(RuleBasedStateMachine):
             victims |= set(workers)
         elif who == "door":
             victims = {data.draw(st.sampled_from(DOORS))}
-        for name in sorted(victims & set(world.alive)):
-            world.kill(name, ghost=ghost)
+        kill(world, order, victims, ghost=ghost)
         world.busy(order, count, restarts=0.1)
 
     @precondition(lambda self: self.world.ghosts)
