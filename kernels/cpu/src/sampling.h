@@ -38,8 +38,9 @@ inline double exponential(double x) {
     p = __builtin_fma(p, r, 0.5);
     p = __builtin_fma(p, r, 1.0);
     p = __builtin_fma(p, r, 1.0);
-    // n is at least -1022: added to the exponent it cannot leave the normal numbers
-    const double scaled = p * as_double(uint64_t(int64_t(n) + 1023) << 52);
+    // n is at least -1022: added to the exponent it cannot leave the normal numbers. Beside 1.5 * 2^52 an integer stands in
+    // the lowest bits: vectors of AVX2 have no other way to it.
+    const double scaled = p * as_double(double_bits(n + (0x1.8p52 + 1023.0)) << 52);
     return x > -708.0 ? scaled : 0.0;
 }
 
@@ -131,41 +132,57 @@ inline int greatest(const float* x, int n) {
 // tree.
 inline double weight_of(const double* values, const int32_t* among, int n, double most, double over) {
     double chains[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for (int i = 0; i < n; i++) chains[i % 8] += exponential((values[among ? among[i] : i] - most) / over);
+    int i = 0;
+    if (!among)
+        for (; i + 8 <= n; i += 8)
+            for (int c = 0; c < 8; c++) chains[c] += exponential((values[i + c] - most) / over);
+    for (; i < n; i++) chains[i % 8] += exponential((values[among ? among[i] : i] - most) / over);
     return ((chains[0] + chains[4]) + (chains[2] + chains[6])) + ((chains[1] + chains[5]) + (chains[3] + chains[7]));
 }
 
-// A heap of ids whose root is the least likely: the value least, among equals the id greatest.
-struct Likeliest {
+// A heap of ids. Of two ids that with the lesser value is less likely, among equals that with the greater id; the root is the
+// least likely of all, or, with `BEST`, the likeliest.
+template <bool BEST>
+struct Heap {
     const double* values;
     int32_t* ids;
     int count, most;
 
     bool less_likely(int32_t a, int32_t b) const { return values[a] < values[b] || (values[a] == values[b] && a > b); }
+    bool above(int32_t a, int32_t b) const { return BEST ? less_likely(b, a) : less_likely(a, b); }
     void sink(int at, int end) {
         for (int child; (child = 2 * at + 1) < end; at = child) {
-            if (child + 1 < end && less_likely(ids[child + 1], ids[child])) child++;
-            if (!less_likely(ids[child], ids[at])) return;
+            if (child + 1 < end && above(ids[child + 1], ids[child])) child++;
+            if (!above(ids[child], ids[at])) return;
             const int32_t other = ids[at];
             ids[at] = ids[child];
             ids[child] = other;
         }
     }
+    void build() {
+        for (int at = count / 2; at-- > 0;) sink(at, count);
+    }
+    int32_t take() {
+        const int32_t root = ids[0];
+        ids[0] = ids[--count];
+        sink(0, count);
+        return root;
+    }
     void offer(int32_t id) {
         if (count < most) {
             int at = count++;
             ids[at] = id;
-            for (int parent; at > 0 && less_likely(ids[at], ids[parent = (at - 1) / 2]); at = parent) {
+            for (int parent; at > 0 && above(ids[at], ids[parent = (at - 1) / 2]); at = parent) {
                 const int32_t other = ids[at];
                 ids[at] = ids[parent];
                 ids[parent] = other;
             }
-        } else if (less_likely(ids[0], id)) {
+        } else if (above(ids[0], id)) {
             ids[0] = id;
             sink(0, count);
         }
     }
-    // The likeliest first.
+    // The root last.
     void sort() {
         for (int end = count - 1; end > 0; end--) {
             const int32_t other = ids[0];
@@ -178,7 +195,7 @@ struct Likeliest {
 
 // The `most` likeliest of `n` ids (0 … n - 1, or those in `among`), the likeliest first; how many there are.
 inline int find_likeliest(const double* values, const int32_t* among, int n, int most, int32_t* ids) {
-    Likeliest heap{values, ids, 0, most < n ? most : n};
+    Heap<false> heap{values, ids, 0, most < n ? most : n};
     for (int i = 0; i < n; i++) {
         const int32_t id = among ? among[i] : i;
         if (heap.count < heap.most || values[id] >= values[heap.ids[0]]) heap.offer(id);
@@ -263,35 +280,37 @@ int choose(const float* logits, int vocab, const Sampling& s, double* scratch) {
     if (s.top_p < 1.0) {
         const double total = weight_of(values, among, count, most, over);
         const double goal = s.top_p * total;
-        int take = sorted ? count : 256;
-        while (true) {
-            if (!sorted) take = find_likeliest(values, among, count, take, ids);
-            const int32_t* order = sorted ? kept : ids;
-            double sum = 0.0;
-            int nucleus = 0;
-            double before = 0.0;
-            for (int i = 0; i < take; i++) {
-                const double weight = exponential((values[order[i]] - most) / over);
-                sum += weight;
-                before = sum - weight;
-                if (before < goal) nucleus = i + 1;
-                else break;
-            }
-            if (take == count || before >= goal) {
-                std::memmove(kept, order, size_t(nucleus) * sizeof *kept);
-                count = nucleus;
-                among = kept;
-                break;
-            }
-            take = take * 8 < count ? take * 8 : count;
+        // All that are less likely than this have together half of what may be missing, where that is more than rounding may
+        // be: the nucleus does not come to them.
+        const double missing = 1.0 - s.top_p;
+        const double least = missing > 1e-6 ? logarithm(0.5 * missing * total / count) : double(as_float(0xff800000));
+        int some = 0;
+        for (int i = 0; i < count; i++) {
+            const int id = among ? among[i] : i;
+            ids[some] = id;
+            some += !((values[id] - most) / over < least);
         }
+        Heap<true> rest{values, ids, some, some};
+        if (!sorted) rest.build();
+        double sum = 0.0;
+        count = 0;
+        for (int i = 0; i < some; i++) {
+            const int32_t id = sorted ? ids[i] : rest.take();
+            const double weight = exponential((values[id] - most) / over);
+            sum += weight;
+            if (!(sum - weight < goal)) break;
+            kept[count++] = id;
+        }
+        among = kept;
     }
+    // Far below min_p, which is near enough to its logarithm to be told without an exponential.
+    const double least = s.min_p > 0.0 ? logarithm(s.min_p) - 1e-9 : -NOISE_RANGE;
     int token = -1;
     double top = 0.0;
     for (int i = 0; i < count; i++) {
         const int id = among ? among[i] : i;
         const double score = (values[id] - most) / over;
-        if (!(score >= -NOISE_RANGE) || (token >= 0 && top - score > NOISE_HIGH + 1e-3)) continue;
+        if (!(score >= -NOISE_RANGE) || score < least || (token >= 0 && top - score > NOISE_HIGH + 1e-3)) continue;
         if (s.min_p > 0.0 && exponential(score) < s.min_p) continue;
         const uint64_t word = philox(s.seed, s.choice, s.position, uint64_t(id));
         if (token >= 0 && !may_reach(word, top - score)) continue;
