@@ -461,9 +461,14 @@ class Worker:
         del self._sequences[sequence.key, sequence.term]
         # The tail is the other's to release. But it was marked here too: let go of meanwhile, it
         # was still held. So it is told of, even if it was freed and filled anew, and is another page.
-        pages = (page.index for page in self._let_go(sequence.pages))
-        sealed = [page for page in pages if self.table.state(page) is PageState.SEALED]
-        return self._released([self.table.ref(page) for page in sealed])
+        pages = self._let_go(sequence.pages)
+        sealed = [page.index for page in pages if self.table.state(page.index) is PageState.SEALED]
+        return self._released([*map(self.table.ref, sealed), *filter(self._may_write, pages)])
+
+    def _may_write(self, page: PageRef) -> bool:
+        """It is open and ours, as is a tail that was handed over to another host: nobody adopts it there."""
+        opened = self.table.is_current(page) and self.table.state(page.index) is PageState.OPEN
+        return opened and self.table.owner(page.index) == self._owner
 
     def _refused(self, source: Incarnation, message: HandOverRefused) -> list[Send]:
         sequence = self._offered_to(source, message.key, message.term)

@@ -6,18 +6,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 from allocator_desk import ORDINALS, REPLICATOR, ROOT, SCHEDULER, A, B, Desk, granted, owner, seals, use
+from tables import page_table
 
 from engine.chain import token_bytes
 from engine.ids import Incarnation, SequenceKey
 from engine.layout import Seal
 from engine.lifecycle import PageState
 from engine.messages import (
+    Cached,
     FetchEnded,
     FetchWanted,
     FileKeys,
+    HandOverAccepted,
+    LeaseGranted,
     Member,
     NobodyGivesWay,
     PagesHeld,
+    PagesReleased,
     PinFact,
     PinWanted,
     PoolExhausted,
@@ -26,11 +31,15 @@ from engine.messages import (
     ReadEnded,
     ReadGranted,
     ReadWanted,
+    SequenceSpec,
     SpillEnded,
     SpillWanted,
+    StartPrefill,
 )
 from engine.pinned import READ_S
+from engine.sampling import GREEDY
 from engine.shapes import PageRef
+from engine.worker import Worker, WorkerLimits
 
 if TYPE_CHECKING:
     from engine.core import Send
@@ -229,6 +238,26 @@ def test_pages_that_are_read_stay_until_the_reader_lets_go_or_runs_out_of_time()
     assert len(granted(desk.core.tick(READ_S))["b@1"]) == 2
     assert desk.core.deadline() is None
     desk.core.check()
+
+
+def test_a_tail_that_was_handed_over_to_another_host_is_let_go_of() -> None:
+    """Nobody adopts it there: what is less than a page is computed anew."""
+    table = page_table(4)
+    me, there, front = Incarnation("a", 1), Incarnation("b", 1), Incarnation("front", 1)
+    worker = Worker(me, ORDINALS["a"], table, WorkerLimits(1, 0, 16, 4, 3), host="here")
+    members = [Member("front", "gateway", 1, 1, "", True), Member("b", "worker", ORDINALS["b"], 1, "", True)]
+    worker.peers(members, (), 0.0)
+    worker.handle(SCHEDULER, LeaseGranted(tuple(table.lease(page, owner(me)) for page in range(3))), 0.0)
+    key = SequenceKey(1, 0)
+    spec = SequenceSpec(key, front, 0.0, tuple(range(11)), 20, (), GREEDY, 11)
+    worker.handle(front, StartPrefill(1, spec, there), 0.0)
+    worker.handle(SCHEDULER, PrefixGranted(key, 1, (), Cached(), False), 0.0)
+    plan, _ = worker.plan()
+    assert plan is not None
+    worker.complete(plan, [], 0.0)
+    [released] = worker.handle(there, HandOverAccepted(key, 2), 0.0)
+    assert released.message == PagesReleased(tuple(map(table.ref, range(3))))
+    worker.check()
 
 
 # ── clients ───────────────────────────────────────────────────────────────────────────────────
