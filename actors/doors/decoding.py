@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from typing import TYPE_CHECKING, TypeVar, get_args
 
@@ -24,9 +26,25 @@ def decode_body(decode: Callable[[bytes], _Sent], body: bytes) -> _Sent:
         return decode(body)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ApiError(400, f"The body is not a JSON object that could be read: {what}.") from None
+    except RecursionError:
+        raise _unreadable("nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise _unreadable(_why(body, str(error))) from None
+
+
+def _unreadable(what: str) -> ApiError:
+    return ApiError(400, f"The body is not a JSON object that could be read: {what}.")
+
+
+def _why(body: bytes, what: str) -> str:
+    """What is wrong with a body, where msgspec calls it truncated and it is not."""
+    if not body.strip():
+        return "it is empty"
+    if "truncated" in what:
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(body)
+            return "an escape from \\ud800 to \\udfff, half of a surrogate pair, lacks the other half"
+    return what
 
 
 def _invalid(error: msgspec.ValidationError) -> ApiError:

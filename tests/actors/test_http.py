@@ -532,6 +532,24 @@ async def test_many_empty_messages_stop_nobody() -> None:
     assert conversation.chars >= 100 * MESSAGE_CHARS
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (b"{", "truncated"),
+        (b'{"model":"\\ud800"}', "half of a surrogate pair"),
+        (b'{"model":NaN}', "invalid character"),
+    ],
+)
+async def test_a_body_that_cannot_be_read_is_told_why(content: bytes, why: str) -> None:
+    async with served(ScriptedSessions(("x",))) as door:
+        headers = {"content-type": "application/json"}
+        response = await door.client.post("/v1/chat/completions", content=content, headers=headers)
+        assert response.status_code == 400
+        assert why in response.json()["error"]["message"]
+
+
 async def test_bodies_that_are_no_request() -> None:
     headers = {"content-type": "application/json"}
     wrong = [b"", b"{", b"[]", b"null", b'{"model": "\xff"}', b"\x00", b"[" * 50_000, b'{"model":"\\ud800"}']
