@@ -81,6 +81,8 @@ class Alive:
     """A ghost that has written at random: it does nothing that makes sense any more."""
     touched: bool = True
     """Something has been said to it, or by it, since it was checked."""
+    idle: bool = False
+    """It had no step to begin, and nothing has been said to it since."""
 
 
 class World:
@@ -268,7 +270,7 @@ class World:
         self._act(actor, actor.core.peers(up, down, self.now))
 
     def _act(self, actor: Alive, effects: list[object]) -> None:
-        actor.touched = True
+        actor.touched, actor.idle = True, False
         if not effects:
             return
         lives = self._lives(actor.me)
@@ -354,12 +356,13 @@ class World:
     def begin_step(self, which: str | Incarnation) -> bool:
         """A worker plans its next step; False when it is dead, busy or has nothing to do."""
         actor = self._worker(which)
-        if actor is None or actor.step is not None:
+        if actor is None or actor.step is not None or actor.idle:
             return False
         assert isinstance(actor.core, Worker)
         plan, sends = actor.core.plan()
         self._act(actor, sends)  # type: ignore[arg-type]
         actor.step = plan
+        actor.idle = plan is None and not sends
         return plan is not None
 
     @property
