@@ -118,6 +118,8 @@ class World:
         self.open: dict[SequenceKey, tuple[tuple[int, ...], int]] = {}
         self.logs: dict[SequenceKey, list[int]] = {}
         self.failures: list[Closed] = []
+        self.cancelled: set[SequenceKey] = set()
+        """One of several choices is taken over by the next gateway all the same, with the others."""
         for name in self.names:
             self.start(name)
 
@@ -286,6 +288,8 @@ class World:
                         self.queues.setdefault(edge, deque()).append(message)
                 case Committed(key=key, token=token):
                     self.logs[key].append(token)
+                case Closed(key=key) if key in self.cancelled and key not in self.open:
+                    self._release(key.request)
                 case Closed(key=key):
                     prompt, limit = self.open.pop(key)
                     if effect.reason is None:
@@ -341,6 +345,7 @@ class World:
     def cancel(self, key: SequenceKey) -> None:
         """A client does not want one choice any more."""
         if self.gateway is not None and self.open.pop(key, None) is not None:
+            self.cancelled.add(key)
             self._act(self.alive["gateway"], self.gateway.cancel(key))  # type: ignore[arg-type]
             self._release(key.request)
 
