@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,37 @@ def test_more_threads_than_work_or_cores_change_nothing(
     for batch, chunk in ((9, 7), (2, 40)):
         made = Pages("native", *model, kind="fp8", threads=threads).run(logs, batch=batch, chunk=chunk)
         assert all(np.array_equal(a, b) for a, b in zip(made, expected, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [22, 64])
+@pytest.mark.parametrize("window", [0, 700])
+def test_threads_that_share_the_keys_of_a_head_change_nothing(
+    tmp_path: Path, window: int, head_dim: int
+) -> None:
+    """Of a long sequence alone the keys of the last heads are cut into parts, which the last thread joins."""
+    config = write_random_model(
+        tmp_path, seed=4, heads=9, kv_heads=3, head_dim=head_dim, vocab_size=213, context_length=1200
+    )
+    [log] = random_logs(1, 1151, 213, seed=2)
+
+    def backend(pool: np.ndarray | None, threads: int, variant: str) -> Pages:
+        how: Any = {"kind": "fp8", "threads": threads, "variant": variant, "dtype": "float16", "pages": 80}
+        pages = Pages("native", tmp_path, config, pool=pool, **how)
+        native: Any = pages.backend
+        native._model.set_window(1, window)
+        return pages
+
+    def logits(pages: Pages, cuts: list[int]) -> list[Any]:
+        return [pages.step([Chunk(0, start, log[start:end])]).logits for start, end in pairwise(cuts)]
+
+    filled = backend(None, 1, VARIANTS[0])
+    logits(filled, [0, 1100])
+    cuts = [1100, 1101, 1102, 1107, 1124, 1151]
+    expected = logits(backend(filled.pool.copy(), 1, "portable"), cuts)
+    for variant in VARIANTS:
+        for threads in (2, 4, 5):
+            for _ in range(3):
+                assert np.array_equal(logits(backend(filled.pool.copy(), threads, variant), cuts), expected)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -320,7 +320,48 @@ struct AttentionBench {
         made = scores + size_t(queries) * KEYS;
         running = reinterpret_cast<Share*>(made + size_t(LANES) * wide);
     }
+    void clear(int queries, int wide) const {
+        for (int q = 0; q < queries; q++) running[q] = {as_float(0xff800000), 0.0f};
+        for (size_t i = 0; i < size_t(queries) * wide; i += LANES) store(values + i, zero());
+    }
 };
+
+// The blocks whose keys the queries see, first … all - 1, and those of this part.
+struct Blocks {
+    int first, all, begin, end;
+
+    explicit Blocks(const Attention& a) {
+        first = (a.window > 0 && a.position >= a.window ? a.position - a.window + 1 : 0) / KEYS;
+        all = (a.position + a.rows - 1) / KEYS + 1;
+        begin = first + int(int64_t(all - first) * a.part / a.parts);
+        end = first + int(int64_t(all - first) * (a.part + 1) / a.parts);
+    }
+};
+
+// What the queries have of one block, where it is kept.
+struct Kept {
+    float* values;  // [queries][wide]
+    Share* shares;  // [queries]
+
+    Kept(const Attention& a, int block, int wide) {
+        const size_t queries = size_t(a.rows) * a.group;
+        values = a.kept + size_t(block) * queries * (size_t(wide) + 2);
+        shares = reinterpret_cast<Share*>(values + queries * wide);
+    }
+};
+
+// What the queries have of all blocks: out [queries][size].
+inline void finish(const AttentionBench& bench, int queries, int size, float* out) {
+    const int wide = int(padded(size_t(size)));
+    for (int q = 0; q < queries; q++) {
+        const float* from = bench.values + size_t(q) * wide;
+        float* place = out + size_t(q) * size;
+        const Lanes weight = all(bench.running[q].weight);
+        int d = 0;
+        for (; d + LANES <= size; d += LANES) store(place + d, div(load(from + d), weight));
+        for (; d < size; d++) place[d] = from[d] / bench.running[q].weight;
+    }
+}
 
 void attend_rows(const Attention& a, float* memory, float* out) {
     const Pool& pool = *a.pool;
@@ -328,8 +369,7 @@ void attend_rows(const Attention& a, float* memory, float* out) {
     const int queries = a.rows * a.group, last = a.position + a.rows - 1;
     const bool many = queries >= MANY_QUERIES || !few_for(pool, 1).score;
     const AttentionBench bench(memory, queries, wide);
-    for (int q = 0; q < queries; q++) bench.running[q] = {as_float(0xff800000), 0.0f};
-    for (size_t i = 0; i < size_t(queries) * wide; i += LANES) store(bench.values + i, zero());
+    bench.clear(queries, wide);
     // Queries of one tile are scored, weighted and joined together.
     const Tiles score_tiles(queries, many ? SCORE_ROWS : FEW_QUERIES), tiles(queries, many ? TILE : FEW_QUERIES);
     for (int t = 0; t < score_tiles.count; t++) {
@@ -345,8 +385,9 @@ void attend_rows(const Attention& a, float* memory, float* out) {
             }
         }
     }
-    const int first = a.window > 0 && a.position >= a.window ? a.position - a.window + 1 : 0;
-    for (int block = first / KEYS; block <= last / KEYS; block++) {
+    const Blocks blocks(a);
+    const int first = blocks.begin * KEYS;
+    for (int block = blocks.begin; block < blocks.end; block++) {
         const int begin = block * KEYS, left = last + 1 - begin, count = left < KEYS ? left : KEYS;
         Places keys, values;
         keys.find(a, begin, count, 0);
@@ -354,7 +395,7 @@ void attend_rows(const Attention& a, float* memory, float* out) {
         // What was not asked for by whoever came before: blocks behind the second.
         if (left > 2 * KEYS) ask_for(a, begin + 2 * KEYS, left - 2 * KEYS < KEYS ? left - 2 * KEYS : KEYS);
         if (a.next && a.next->rows > 0) {
-            const int from = (block - first / KEYS) * KEYS, more = a.next->rows - from;
+            const int from = block * KEYS - first, more = a.next->rows - from;
             if (from < 2 * KEYS && more > 0)
                 ask_for(*a.next, a.next->position + from, more < KEYS ? more : KEYS);
         }
@@ -376,7 +417,13 @@ void attend_rows(const Attention& a, float* memory, float* out) {
         for (int t = 0; t < tiles.count; t++) {
             const int start = tiles.start(t), rows = tiles.size(t);
             float* scores = bench.scores + size_t(start) * KEYS;
-            Share fresh[LANES];
+            Share own[LANES], *fresh = own;
+            float* made = bench.made;
+            if (a.kept) {
+                const Kept kept(a, block - blocks.first, wide);
+                fresh = kept.shares + start;
+                made = kept.values + size_t(start) * wide;
+            }
             const auto seen = [&](int i) { return seen_of(a, a.position + (start + i) / a.group, begin); };
             for (int i = 0; i < rows && !all_seen; i++) leave_out(scores + size_t(i) * KEYS, seen(i));
             weigh(scores, rows, fresh);
@@ -389,28 +436,38 @@ void attend_rows(const Attention& a, float* memory, float* out) {
             const int low = a.window > 0 ? a.position + start / a.group - a.window + 1 - begin : 0;
             const int from = low > 0 ? (low < count ? low : count) : 0;
             if (many) {
-                for (int i = 0; i < rows * wide; i += LANES) store(bench.made + i, zero());
+                for (int i = 0; i < rows * wide; i += LANES) store(made + i, zero());
                 int d = 0;
                 for (; d + LANES * PANEL <= wide; d += LANES * PANEL)
                     values_panel<PANEL>(rows, std::make_integer_sequence<int, TILE>())(
-                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, nullptr, 1.0f, bench.made + d, wide);
+                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, nullptr, 1.0f, made + d, wide);
                 for (; d < wide; d += LANES)
                     values_panel<1>(rows, std::make_integer_sequence<int, TILE>())(
-                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, nullptr, 1.0f, bench.made + d, wide);
+                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, nullptr, 1.0f, made + d, wide);
             } else {
-                few_for(pool, rows).weigh(values, from, scores, bench.made);
+                few_for(pool, rows).weigh(values, from, scores, made);
             }
-            join(rows, fresh, bench.made, bench.running + start, bench.values + size_t(start) * wide, wide);
+            if (!a.kept) join(rows, fresh, made, bench.running + start, bench.values + size_t(start) * wide, wide);
         }
     }
-    for (int q = 0; q < queries; q++) {
-        const float* from = bench.values + size_t(q) * wide;
-        float* place = out + size_t(q) * size;
-        const Lanes weight = all(bench.running[q].weight);
-        int d = 0;
-        for (; d + LANES <= size; d += LANES) store(place + d, div(load(from + d), weight));
-        for (; d < size; d++) place[d] = from[d] / bench.running[q].weight;
+    if (!a.kept) finish(bench, queries, size, out);
+}
+
+// What the parts have, joined as if there were none.
+void join_rows(const Attention& a, float* memory, float* out) {
+    const int size = a.pool->head_dim, wide = int(padded(size_t(size))), queries = a.rows * a.group;
+    const AttentionBench bench(memory, queries, wide);
+    bench.clear(queries, wide);
+    const Blocks blocks(a);
+    for (int block = 0; block < blocks.all - blocks.first; block++) {
+        const Kept kept(a, block, wide);
+        for (int start = 0; start < queries; start += LANES) {
+            const int rows = queries - start < LANES ? queries - start : LANES;
+            const size_t at = size_t(start) * wide;
+            join(rows, kept.shares + start, kept.values + at, bench.running + start, bench.values + at, wide);
+        }
     }
+    finish(bench, queries, size, out);
 }
 
 }  // namespace

@@ -12,9 +12,10 @@ namespace {
 // Up to so many rows a step waits for memory: every thread reads weights that lie one behind the other.
 constexpr int STREAMED_ROWS = 6;
 // Items of attention for each thread from which on it hardly matters who has one more.
-constexpr int EVEN_ITEMS = 3;
-// Fewer rows are not worth reading their keys again.
-constexpr int LEAST_ROWS = 8;
+constexpr int EVEN_ITEMS = 4;
+// Blocks of a part of an item at least, and what the parts of all items may take until they are joined.
+constexpr int PART_BLOCKS = 4;
+constexpr size_t PART_FLOATS = size_t(16) << 20;
 // Bytes of the next weights that a thread asks for before it waits for the others.
 constexpr size_t ASKED_BYTES = 4096;
 
@@ -41,6 +42,7 @@ Model::Model(const Variant& variant, const Shape& shape, const Pool& pool, int t
       wide_(padded(shape.hidden)) {
     counter_count_ = shape.layers * 6 + 2;
     counters_.reset(new Counter[counter_count_]);
+    done_.reset(new Counter[threads]);
     const int group = shape.heads / shape.kv_heads;
     for (Bench& bench : benches_) {
         bench.scratch.resize(scratch_floats());
@@ -104,7 +106,7 @@ void Model::prepare(const StepInput& input) {
     for (int i = 0; i < counter_count_; i++) counters_[i].next.store(0, std::memory_order_relaxed);
     items_.clear();
     turns_.clear();
-    const int most = item_rows(input);
+    const int most = attention_rows(shape.heads / shape.kv_heads);
     for (int s = int(input.spans.size()) - 1; s >= 0; s--) {
         const Tiles tiles(input.spans[s].count, most);
         // the dearest first: late rows see the most keys
@@ -115,18 +117,36 @@ void Model::prepare(const StepInput& input) {
                 if (tiles.count > 1) turns_.push_back(item);
             }
     }
+    cut_items(input);
 }
 
-// Rows of an item of attention: as many as share keys well, or fewer where threads would wait for the last of few items.
-int Model::item_rows(const StepInput& input) const {
-    const auto items = [&](int rows) {
-        int count = 0;
-        for (const Span& span : input.spans) count += Tiles(span.count, rows).count * shape.kv_heads;
-        return count;
-    };
-    int rows = attention_rows(shape.heads / shape.kv_heads);
-    while (rows > LEAST_ROWS && items(rows) < EVEN_ITEMS * team_.threads()) rows = std::max(LEAST_ROWS, rows / 2);
-    return rows;
+// Cuts the last of few items into parts, blocks of keys that threads attend to at once, where else some would have nothing to
+// do: what is left of an even share. Their rows are turned before.
+void Model::cut_items(const StepInput& input) {
+    const int threads = team_.threads(), items = int(items_.size()), left = items % threads;
+    parted_ = 0;
+    if (!left || items >= EVEN_ITEMS * threads) return;
+    const int parts = std::max(2, threads / left);
+    size_t floats = 0;
+    std::vector<Item> cut;
+    for (int i = items - left; i < items; i++) {
+        const Item whole = items_[i];
+        const int last = input.spans[whole.span].position + whole.first + whole.rows - 1, blocks = last / KEYS + 1;
+        const size_t needed = part_floats(shape.head_dim, whole.rows * shape.heads / shape.kv_heads, blocks);
+        if (blocks < parts * PART_BLOCKS || floats + needed > PART_FLOATS) {
+            cut.push_back(whole);
+            continue;
+        }
+        for (int part = 0; part < parts; part++)
+            cut.push_back({whole.span, whole.kv_head, whole.first, whole.rows, part, parts, parted_, floats});
+        if (input.spans[whole.span].count == whole.rows) turns_.push_back(whole);
+        parted_++;
+        floats += needed;
+    }
+    items_.resize(size_t(items - left));
+    items_.insert(items_.end(), cut.begin(), cut.end());
+    grow(parts_, floats);
+    for (int i = 0; i < parted_; i++) done_[i].next.store(0, std::memory_order_relaxed);
 }
 
 void Model::step(const StepInput& input) {
@@ -268,7 +288,7 @@ void Model::work(const StepInput& input, int number) {
             if (run.next == run.end) run = claim(attending, items);
             Attention next{};
             if (run.next < run.end) next = memory_of(input, items_[run.next], index);
-            if (input.spans[item.span].count == item.rows) turn(input, item, index);
+            if (input.spans[item.span].count == item.rows && item.parts == 1) turn(input, item, index);
             attend(input, item, index, bench, next);
         }
         team_.barrier();
@@ -374,7 +394,14 @@ void Model::attend(const StepInput& input, const Item& item, int layer, Bench& b
     a.next = &next;
     a.queries = &projected_[first * row_size + size_t(item.kv_head) * group * size];
     a.stride = row_size;
+    a.part = item.part;
+    a.parts = item.parts;
+    if (item.parts > 1) a.kept = &parts_[item.place];
     variant.attend(a, bench.attention.data(), bench.attended.data());
+    if (item.parts > 1) {
+        if ((done_[item.number].next.fetch_add(1, std::memory_order_acq_rel) + 1) % item.parts) return;
+        variant.join(a, bench.attention.data(), bench.attended.data());  // the last one has all
+    }
     const int count = group * size;
     for (int r = 0; r < item.rows; r++)
         std::memcpy(&mixed_[size_t(first + r) * width + size_t(item.kv_head) * count],

@@ -62,8 +62,12 @@ public:
     const Pool pool;
 
 private:
+    // Rows of a span that attend to the keys of a head, or to a part of these; then: how many parts have been attended to by
+    // then is counted in done_[number], and at `place` in parts_ lies what they have.
     struct Item {
         int span, kv_head, first, rows;
+        int part = 0, parts = 1, number = 0;
+        size_t place = 0;
     };
     struct alignas(64) Counter {
         std::atomic<int> next{0};
@@ -79,7 +83,7 @@ private:
     };
 
     void prepare(const StepInput& input);
-    int item_rows(const StepInput& input) const;
+    void cut_items(const StepInput& input);
     void work(const StepInput& input, int number);
     void attend(const StepInput& input, const Item& item, int layer, Bench& bench, const Attention& next);
     Run claim(Counter& counter, int items) const;
@@ -105,10 +109,11 @@ private:
     std::vector<Bench> benches_;
     std::vector<Item> items_, turns_;
     std::unique_ptr<Counter[]> counters_;
-    int counter_count_ = 0;
+    std::unique_ptr<Counter[]> done_;
+    int counter_count_ = 0, parted_ = 0;
     int capacity_ = 0;                             // rows that the buffers hold
     size_t wide_ = 0;                              // a row of x_
-    std::vector<float> x_, normed_, projected_, mixed_, tiled_, gated_, logits_;
+    std::vector<float> x_, normed_, projected_, mixed_, tiled_, gated_, logits_, parts_;
     std::array<double, PHASES> seconds_{};
     double lap_ = 0;
 };

@@ -101,6 +101,8 @@ struct Attention {
                                                    // from `position` on; null: nobody's
     const float* queries;                          // [rows][stride]: `group` heads side by side, scaled
     size_t stride;
+    int part = 0, parts = 1;                       // which part of the blocks is attended to
+    float* kept = nullptr;                         // what each block has, of all parts: part_floats(); null: join them
 };
 
 // One variant of the kernels. All variants give the same bits.
@@ -129,8 +131,10 @@ struct Variant {
     void (*ask)(const Attention&, int position, int count);
     // Ask for some bytes.
     void (*fetch)(const uint8_t* data, size_t bytes);
-    // Attention of few rows; out [rows][group * head_dim]. Scratch of attention_floats().
+    // Attention of few rows; out [rows][group * head_dim]. Scratch of attention_floats(). What is kept is for `join`.
     void (*attend)(const Attention&, float* scratch, float* out);
+    // The same when all parts have been attended to.
+    void (*join)(const Attention&, float* scratch, float* out);
     // One row of the embedding: number k of output `token` of the matrix, as float32.
     void (*embed)(const Matrix&, int token, float* out);
     // The token that follows a row with these logits, or -1; scratch of sampling_doubles().
@@ -148,6 +152,9 @@ OWN size_t scratch_floats() { return size_t(BLOCK) * STRIP; }
 OWN size_t attention_floats(int head_dim, int group) {
     const size_t wide = padded(size_t(head_dim)), queries = size_t(attention_rows(group)) * group;
     return 2 * KEYS * wide + queries * (2 * wide + KEYS + 2) + LANES * wide + LANES;
+}
+OWN size_t part_floats(int head_dim, int queries, int blocks) {
+    return size_t(blocks) * size_t(queries) * (padded(size_t(head_dim)) + 2);
 }
 // Values, ids and ids again.
 OWN size_t sampling_doubles(int vocab) { return size_t(vocab) * 2 + 2; }
