@@ -15,11 +15,12 @@ from actors.other_hosts import OtherHosts, party_of
 from actors.shell import Actor
 from engine.core import Send
 from engine.errors import StartError
-from engine.ids import is_first_life
+from engine.ids import Incarnation, is_first_life
 from engine.messages import (
     Drain,
     FetchEnded,
     FetchWanted,
+    PagesHeld,
     PageSite,
     PagesSealed,
     ReadGranted,
@@ -39,13 +40,15 @@ if TYPE_CHECKING:
 
     from actors.boot import World
     from engine.core import Statistics
-    from engine.ids import Incarnation
     from engine.messages import Member, Message
     from transport.pages import PageTransport
 
 log = structlog.get_logger()
 
 STANDBY_NUMBER = 1
+
+Job = tuple[Incarnation, SpillWanted | FetchWanted]
+"""What an allocator has asked for."""
 
 
 class ReplicatorActor(Actor):
@@ -60,7 +63,9 @@ class ReplicatorActor(Actor):
         self.file: FileTier | None = None
         self.others: OtherHosts | None = None
         self._news = trio.Event()
-        self._jobs, self._todo = trio.open_memory_channel[SpillWanted | FetchWanted](math.inf)
+        self._jobs, self._todo = trio.open_memory_channel[Job](math.inf)
+        self._fetching: dict[int, FetchWanted] = {}
+        """What was wanted and has not ended, by its ticket, for whichever allocator."""
 
     async def prepare(self) -> None:
         path, topology, shape = self.boot.file_tier, self.boot.topology, self.boot.page_shape
@@ -94,19 +99,28 @@ class ReplicatorActor(Actor):
                 await nursery.start(self.others.serve)
                 self._tell_site(self.members.values())
             async for job in self._todo:
-                nursery.start_soon(self._do, job)
+                nursery.start_soon(self._do, *job)
 
-    async def _do(self, job: SpillWanted | FetchWanted) -> None:
+    async def _do(self, asker: Incarnation, job: SpillWanted | FetchWanted) -> None:
         """Whatever is asked for is answered, since pages wait for it."""
         if isinstance(job, SpillWanted):
             nothing = Send(self.allocator, SpillEnded(job.pages))
             self.send(await self.file.spill(job) if self.file else [nothing])
-        elif job.source.kind == "file" and self.file is not None:
-            self.send(await self.file.fetch(job))
+            return
+        if job.source.kind == "file" and self.file is not None:
+            sends = await self.file.fetch(job)
         elif job.source.kind == "host" and self.others is not None:
-            self.send(await self.others.fetch(job))
+            sends = await self.others.fetch(job)
         else:
-            self.send([Send(self.allocator, FetchEnded(job.ticket, 0, 0.0))])
+            sends = [Send(self.allocator, FetchEnded(job.ticket, 0, 0.0))]
+        del self._fetching[job.ticket]
+        # To another allocator that ticket says nothing: it hears what is still on its way.
+        self.send(sends if asker in self.members else [*sends, self._held()])
+
+    def _held(self) -> Send:
+        """All pages that are being fetched; what else is leased to this replicator nobody writes any more."""
+        targets = (page.target for fetch in self._fetching.values() for page in fetch.pages)
+        return Send(self.allocator, PagesHeld(tuple(targets), (), 0))
 
     async def _replicate(self) -> None:
         if STANDBY not in self.world.segments:
@@ -129,8 +143,9 @@ class ReplicatorActor(Actor):
 
     def peers(self, up: Sequence[Member], down: Sequence[Incarnation], now: float) -> None:
         self.send(self.core.peers(up, down, now))
-        for member in up:
-            if self.file is not None and member.name == self.allocator:
+        if any(member.name == self.allocator for member in up):
+            self.send([self._held()])
+            if self.file is not None:
                 self.send([Send(self.allocator, self.file.all_keys())])
         self._tell_site(up)
 
@@ -143,7 +158,9 @@ class ReplicatorActor(Actor):
     def handle(self, source: Incarnation, message: Message, now: float) -> None:
         match message:
             case SpillWanted() | FetchWanted():
-                self._jobs.send_nowait(message)
+                if isinstance(message, FetchWanted):
+                    self._fetching[message.ticket] = message
+                self._jobs.send_nowait((source, message))
             case ReadGranted() if self.others is not None:
                 self.others.answered(message)
             case PageSite() if self.others is not None:
