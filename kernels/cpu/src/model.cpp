@@ -124,9 +124,9 @@ void Model::prepare(const StepInput& input) {
 // do: what is left of an even share. Their rows are turned before.
 void Model::cut_items(const StepInput& input) {
     const int threads = team_.threads(), items = int(items_.size()), left = items % threads;
-    parted_ = 0;
     if (!left || items >= EVEN_ITEMS * threads) return;
     const int parts = std::max(2, threads / left);
+    int number = 0;
     size_t floats = 0;
     std::vector<Item> cut;
     for (int i = items - left; i < items; i++) {
@@ -138,15 +138,15 @@ void Model::cut_items(const StepInput& input) {
             continue;
         }
         for (int part = 0; part < parts; part++)
-            cut.push_back({whole.span, whole.kv_head, whole.first, whole.rows, part, parts, parted_, floats});
+            cut.push_back({whole.span, whole.kv_head, whole.first, whole.rows, part, parts, number, floats});
         if (input.spans[whole.span].count == whole.rows) turns_.push_back(whole);
-        parted_++;
+        number++;
         floats += needed;
     }
     items_.resize(size_t(items - left));
     items_.insert(items_.end(), cut.begin(), cut.end());
     grow(parts_, floats);
-    for (int i = 0; i < parted_; i++) done_[i].next.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < number; i++) done_[i].next.store(0, std::memory_order_relaxed);
 }
 
 void Model::step(const StepInput& input) {

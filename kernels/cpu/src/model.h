@@ -110,7 +110,7 @@ private:
     std::vector<Item> items_, turns_;
     std::unique_ptr<Counter[]> counters_;
     std::unique_ptr<Counter[]> done_;
-    int counter_count_ = 0, parted_ = 0;
+    int counter_count_ = 0;
     int capacity_ = 0;                             // rows that the buffers hold
     size_t wide_ = 0;                              // a row of x_
     std::vector<float> x_, normed_, projected_, mixed_, tiled_, gated_, logits_, parts_;
