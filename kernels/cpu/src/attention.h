@@ -8,17 +8,18 @@
 
 namespace {
 
-// Where the keys (or values) of the positions of a block lie in their pages.
+// Where the keys (or values) of a block's positions lie in their pages: those that somebody's queries see.
 struct Places {
     const uint8_t* numbers[KEYS];
     const uint8_t* scales[KEYS];  // of fp8
     int count;                    // positions that are filled
 
-    void find(const Attention& a, int position, int filled, int which) {
+    void find(const Attention& a, int block, int which) {
         const Pool& pool = *a.pool;
         const size_t bytes = size_t(pool.head_dim) * bytes_of(pool.kind);
+        const int position = block * KEYS, left = a.position + a.rows - position;
         int page = position / pool.tokens, slot = position % pool.tokens;
-        count = filled;
+        count = left < KEYS ? left : KEYS;
         for (int j = 0; j < count; page++, slot = 0) {
             const uint8_t* head = pool.head(a.table[page], a.layer, which, a.kv_head);
             const int here = count - j < pool.tokens - slot ? count - j : pool.tokens - slot;
@@ -27,6 +28,19 @@ struct Places {
                 for (int i = 0; i < here; i++) scales[j + i] = head + size_t(pool.tokens) * bytes + 4 * size_t(slot + i);
             j += here;
         }
+    }
+
+    // Asks for numbers first … end - 1 of position j, if there is one.
+    template <Kind kind>
+    void ask(int j, int first, int end) const {
+        if (j >= count) return;
+        for (int at = first * bytes_of(kind); at < end * bytes_of(kind); at += 64) far_ahead(numbers[j] + at);
+        if (kind == Kind::fp8) far_ahead(scales[j]);
+    }
+    // The same of all positions from j on.
+    template <Kind kind>
+    void ask_from(int j, int first, int end) const {
+        for (; j < count; j++) ask<kind>(j, first, end);
     }
 };
 
@@ -70,32 +84,19 @@ struct Row {
     }
 };
 
-// Copies a block to float32, [count][wide], zeros behind each row.
+// Copies a block to float32, [count][wide], zeros behind each row, and asks for the one that comes `then`.
 template <Kind kind>
-void copy_rows(const Places& places, int size, int wide, float* out) {
+void copy_rows(const Places& places, const Places& then, int size, int wide, float* out) {
     const int whole = size / LANES;
     for (int j = 0; j < places.count; j++, out += wide) {
+        then.ask<kind>(j, 0, size);
         const Row<kind> row(places, j);
         for (int d = 0; d < whole; d++) store(out + LANES * d, row.vector(d));
         for (int i = whole * LANES; i < wide; i++) out[i] = i < size ? row.number(i) : 0.0f;
     }
+    then.ask_from<kind>(places.count, 0, size);
 }
 
-// Ask for `count` keys and values from a position on: pages lie anywhere, which no prefetcher of the processor can guess.
-void ask_for(const Attention& a, int position, int count) {
-    const Pool& pool = *a.pool;
-    const size_t bytes = size_t(pool.head_dim) * bytes_of(pool.kind);
-    while (count > 0) {
-        const int slot = position % pool.tokens, here = count < pool.tokens - slot ? count : pool.tokens - slot;
-        for (int which = 0; which < 2; which++) {
-            const uint8_t* begin =
-                pool.head(a.table[position / pool.tokens], a.layer, which, a.kv_head) + size_t(slot) * bytes;
-            for (size_t at = 0; at < size_t(here) * bytes; at += 64) far_ahead(begin + at);
-        }
-        position += here;
-        count -= here;
-    }
-}
 void ask_for_bytes(const uint8_t* data, size_t bytes) {
     for (size_t at = 0; at < bytes; at += 64) far_ahead(data + at);
 }
@@ -169,9 +170,10 @@ inline void join(int rows, const Share* fresh, const float* fresh_values, Share*
     }
 }
 
-// Scores [QUERIES][64] of queries [QUERIES][VECTORS * 16] over keys as they lie.
+// Scores [QUERIES][64] of queries [QUERIES][VECTORS * 16] over keys as they lie. Those that are read `then` are asked for one
+// by one: a processor that is asked for many lines at once waits for them, and one that is asked while it computes does not.
 template <Kind kind, int VECTORS, int QUERIES>
-void score_rows(const Places& keys, const float* queries, float* scores) {
+void score_rows(const Places& keys, const Places& then, const float* queries, float* scores) {
     Lanes query[QUERIES][VECTORS];
     for (int q = 0; q < QUERIES; q++)
         for (int d = 0; d < VECTORS; d++) query[q][d] = load(queries + (q * VECTORS + d) * LANES);
@@ -181,6 +183,7 @@ void score_rows(const Places& keys, const float* queries, float* scores) {
             const int at = LANES * v + j;
             Lanes chain[QUERIES];
             for (int q = 0; q < QUERIES; q++) chain[q] = zero();
+            then.ask<kind>(at, 0, VECTORS * LANES);
             if (at < keys.count) {
                 const Row<kind> row(keys, at);
                 for (int d = 0; d < VECTORS; d++) {
@@ -198,7 +201,7 @@ void score_rows(const Places& keys, const float* queries, float* scores) {
 
 // Values as they lie, weighted by [QUERIES][64] from position `from` on: out [QUERIES][VECTORS * 16].
 template <Kind kind, int VECTORS, int QUERIES>
-void weigh_rows(const Places& values, int from, const float* weights, float* out) {
+void weigh_rows(const Places& values, const Places& then, int from, const float* weights, float* out) {
     constexpr int part = 4;
     static_assert(VECTORS % part == 0, "heads of 64 or 128");
     for (int first = 0; first < VECTORS; first += part) {
@@ -206,6 +209,7 @@ void weigh_rows(const Places& values, int from, const float* weights, float* out
         for (int q = 0; q < QUERIES; q++)
             for (int d = 0; d < part; d++) sums[q][d] = zero();
         for (int j = from; j < values.count; j++) {
+            then.ask<kind>(j, first * LANES, (first + part) * LANES);
             const Row<kind> row(values, j);
             for (int d = 0; d < part; d++) {
                 const Lanes value = row.vector(first + d);
@@ -214,13 +218,14 @@ void weigh_rows(const Places& values, int from, const float* weights, float* out
         }
         for (int q = 0; q < QUERIES; q++)
             for (int d = 0; d < part; d++) store(out + (q * VECTORS + first + d) * LANES, sums[q][d]);
+        then.ask_from<kind>(values.count, first * LANES, (first + part) * LANES);
     }
 }
 
 // What is done with few queries, for a kind of page and a number of vectors of a head.
 struct Few {
-    void (*score)(const Places&, const float*, float*);
-    void (*weigh)(const Places&, int from, const float*, float*);
+    void (*score)(const Places&, const Places& then, const float*, float*);
+    void (*weigh)(const Places&, const Places& then, int from, const float*, float*);
 };
 template <Kind kind, int VECTORS>
 Few few_for(int queries) {
@@ -244,12 +249,12 @@ inline Few few_for(const Pool& pool, int queries) {
         default: return few_for<Kind::fp32>(pool.head_dim, queries);
     }
 }
-inline void copy_block(const Pool& pool, const Places& places, int wide, float* out) {
+inline void copy_block(const Pool& pool, const Places& places, const Places& then, int wide, float* out) {
     switch (pool.kind) {
-        case Kind::bf16: return copy_rows<Kind::bf16>(places, pool.head_dim, wide, out);
-        case Kind::fp16: return copy_rows<Kind::fp16>(places, pool.head_dim, wide, out);
-        case Kind::fp8: return copy_rows<Kind::fp8>(places, pool.head_dim, wide, out);
-        default: return copy_rows<Kind::fp32>(places, pool.head_dim, wide, out);
+        case Kind::bf16: return copy_rows<Kind::bf16>(places, then, pool.head_dim, wide, out);
+        case Kind::fp16: return copy_rows<Kind::fp16>(places, then, pool.head_dim, wide, out);
+        case Kind::fp8: return copy_rows<Kind::fp8>(places, then, pool.head_dim, wide, out);
+        default: return copy_rows<Kind::fp32>(places, then, pool.head_dim, wide, out);
     }
 }
 
@@ -280,15 +285,16 @@ inline void chain_tree(const float* queries, const float* columns, int wide, Lan
         for (int r = 0; r < ROWS; r++) out[r] = add(out[r], other[r]);
     }
 }
+// Scores [ROWS][64] of the first `count` positions.
 template <int ROWS>
-void score_columns(const float* queries, const float* columns, int wide, float* scores) {
-    for (int v = 0; v < 4; v++) {
+void score_columns(const float* queries, const float* columns, int wide, int count, float* scores) {
+    for (int v = 0; v < count; v += LANES) {
         Lanes result[ROWS];
-        chain_tree<ROWS, 0, 1>(queries, columns + 16 * v, wide, result);
-        for (int r = 0; r < ROWS; r++) store(scores + size_t(r) * KEYS + 16 * v, result[r]);
+        chain_tree<ROWS, 0, 1>(queries, columns + v, wide, result);
+        for (int r = 0; r < ROWS; r++) store(scores + size_t(r) * KEYS + v, result[r]);
     }
 }
-using ScoreColumns = void (*)(const float*, const float*, int, float*);
+using ScoreColumns = void (*)(const float*, const float*, int, int, float*);
 template <int... ROW>
 ScoreColumns columns_of(int rows, std::integer_sequence<int, ROW...>) {
     static constexpr ScoreColumns functions[] = {score_columns<ROW + 1>...};
@@ -338,6 +344,35 @@ struct Blocks {
     }
 };
 
+// Asks for where the keys and values of somebody's own rows will be kept.
+inline void ask_own(const Attention& a) {
+    const Pool& pool = *a.pool;
+    const size_t bytes = size_t(pool.head_dim) * bytes_of(pool.kind);
+    for (int position = a.position; position < a.position + a.rows; position++)
+        for (int which = 0; which < 2; which++) {
+            const uint8_t* head = pool.head(a.table[position / pool.tokens], a.layer, which, a.kv_head);
+            ask_for_bytes(head + size_t(position % pool.tokens) * bytes, bytes);
+        }
+}
+// The same, and for the first that they attend to: pages lie anywhere, which no prefetcher of the processor can guess.
+template <Kind kind>
+void ask_first(const Attention& a) {
+    ask_own(a);
+    for (int which = 0; which < 2; which++) {
+        Places places;
+        places.find(a, Blocks(a).begin, which);
+        places.ask_from<kind>(0, 0, a.pool->head_dim);
+    }
+}
+void ask_for(const Attention& a) {
+    switch (a.pool->kind) {
+        case Kind::bf16: return ask_first<Kind::bf16>(a);
+        case Kind::fp16: return ask_first<Kind::fp16>(a);
+        case Kind::fp8: return ask_first<Kind::fp8>(a);
+        default: return ask_first<Kind::fp32>(a);
+    }
+}
+
 // What the queries have of one block, where it is kept.
 struct Kept {
     float* values;  // [queries][wide]
@@ -366,7 +401,7 @@ inline void finish(const AttentionBench& bench, int queries, int size, float* ou
 void attend_rows(const Attention& a, float* memory, float* out) {
     const Pool& pool = *a.pool;
     const int size = pool.head_dim, wide = int(padded(size_t(size)));
-    const int queries = a.rows * a.group, last = a.position + a.rows - 1;
+    const int queries = a.rows * a.group;
     const bool many = queries >= MANY_QUERIES || !few_for(pool, 1).score;
     const AttentionBench bench(memory, queries, wide);
     bench.clear(queries, wide);
@@ -374,44 +409,53 @@ void attend_rows(const Attention& a, float* memory, float* out) {
     const Tiles score_tiles(queries, many ? SCORE_ROWS : FEW_QUERIES), tiles(queries, many ? TILE : FEW_QUERIES);
     for (int t = 0; t < score_tiles.count; t++) {
         const int start = score_tiles.start(t), rows = score_tiles.size(t);
+        float* turned = bench.turned + size_t(start) * wide;
         for (int i = 0; i < rows; i++) {
             const int q = start + i;
-            const float* query = a.queries + size_t(q / a.group) * a.stride + size_t(q % a.group) * size;
-            if (many) {
-                float* place = bench.turned + size_t(start) * wide + i;
-                for (int d = 0; d < wide; d++) place[size_t(d) * rows] = d < size ? query[d] : 0.0f;
-            } else {  // of a size of whole vectors
-                for (int d = 0; d < wide; d += LANES) store(bench.turned + size_t(q) * wide + d, load(query + d));
-            }
+            float* row = (many ? bench.made : turned) + size_t(i) * wide;
+            copy_numbers(row, a.queries + size_t(q / a.group) * a.stride + size_t(q % a.group) * size, size);
+            for (int d = size; d < wide; d++) row[d] = 0.0f;
         }
+        if (many) spread_as<Store::plain>(bench.made, size_t(wide), wide, 0, turned, rows);
     }
     const Blocks blocks(a);
-    const int first = blocks.begin * KEYS;
+    Places keys[2], values[2], nothing;  // of this block and of the one that is read then
+    nothing.count = 0;
+    const auto find = [&](const Attention& of, int block) {
+        keys[1].find(of, block, 0);
+        values[1].find(of, block, 1);
+    };
+    find(a, blocks.begin);
+    if (a.next && !many) ask_own(*a.next);
     for (int block = blocks.begin; block < blocks.end; block++) {
-        const int begin = block * KEYS, left = last + 1 - begin, count = left < KEYS ? left : KEYS;
-        Places keys, values;
-        keys.find(a, begin, count, 0);
-        values.find(a, begin, count, 1);
-        // What was not asked for by whoever came before: blocks behind the second.
-        if (left > 2 * KEYS) ask_for(a, begin + 2 * KEYS, left - 2 * KEYS < KEYS ? left - 2 * KEYS : KEYS);
-        if (a.next && a.next->rows > 0) {
-            const int from = block * KEYS - first, more = a.next->rows - from;
-            if (from < 2 * KEYS && more > 0)
-                ask_for(*a.next, a.next->position + from, more < KEYS ? more : KEYS);
-        }
+        const int begin = block * KEYS, count = keys[1].count;
+        keys[0] = keys[1];
+        values[0] = values[1];
+        if (block + 1 < blocks.end)
+            find(a, block + 1);
+        else if (a.next)
+            find(*a.next, Blocks(*a.next).begin);
+        else
+            keys[1] = values[1] = nothing;
         if (many) {
-            copy_block(pool, keys, wide, bench.copied);
+            copy_block(pool, keys[0], keys[1], wide, bench.copied);
             turn_keys(bench.copied, count, wide, bench.columns);
-            copy_block(pool, values, wide, bench.copied);
+            copy_block(pool, values[0], values[1], wide, bench.copied);
         }
+        // The positions of the block that any of the queries before `end` sees.
+        const auto seen_before = [&](int end) {
+            const int high = a.position + (end - 1) / a.group + 1 - begin;
+            return high < count ? high : count;
+        };
         for (int t = 0; t < score_tiles.count; t++) {
             const int start = score_tiles.start(t), rows = score_tiles.size(t);
             const float* turned = bench.turned + size_t(start) * wide;
             float* scores = bench.scores + size_t(start) * KEYS;
             if (many)
-                columns_of(rows, std::make_integer_sequence<int, SCORE_ROWS>())(turned, bench.columns, wide, scores);
+                columns_of(rows, std::make_integer_sequence<int, SCORE_ROWS>())(turned, bench.columns, wide,
+                                                                                seen_before(start + rows), scores);
             else
-                few_for(pool, rows).score(keys, turned, scores);
+                few_for(pool, rows).score(keys[0], t ? nothing : keys[1], turned, scores);
         }
         const bool all_seen = a.window == 0 && begin + KEYS <= a.position + 1;
         for (int t = 0; t < tiles.count; t++) {
@@ -434,18 +478,18 @@ void attend_rows(const Attention& a, float* memory, float* out) {
                 }
             // Values before the first query's window may be of somebody else by now: not even their zero share is taken.
             const int low = a.window > 0 ? a.position + start / a.group - a.window + 1 - begin : 0;
-            const int from = low > 0 ? (low < count ? low : count) : 0;
+            const int from = low > 0 ? (low < count ? low : count) : 0, high = seen_before(start + rows);
             if (many) {
                 for (int i = 0; i < rows * wide; i += LANES) store(made + i, zero());
                 int d = 0;
                 for (; d + LANES * PANEL <= wide; d += LANES * PANEL)
                     values_panel<PANEL>(rows, std::make_integer_sequence<int, TILE>())(
-                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, nullptr, 1.0f, made + d, wide);
+                        bench.copied + size_t(from) * wide + d, wide, high - from, scores + from, nullptr, 1.0f, made + d, wide);
                 for (; d < wide; d += LANES)
                     values_panel<1>(rows, std::make_integer_sequence<int, TILE>())(
-                        bench.copied + size_t(from) * wide + d, wide, count - from, scores + from, nullptr, 1.0f, made + d, wide);
+                        bench.copied + size_t(from) * wide + d, wide, high - from, scores + from, nullptr, 1.0f, made + d, wide);
             } else {
-                few_for(pool, rows).weigh(values, from, scores, made);
+                few_for(pool, rows).weigh(values[0], t ? nothing : values[1], from, scores, made);
             }
             if (!a.kept) join(rows, fresh, made, bench.running + start, bench.values + size_t(start) * wide, wide);
         }

@@ -33,6 +33,7 @@ inline void direct_block(const uint8_t* weights, int first, int count, const flo
     static_assert(WIDTH % UNIT == 0, "whole units");
     constexpr int pair_bytes = 2 * STRIP * bytes_of(kind);
     Lanes sums[ROWS][WIDTH];
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) sums[r][v] = zero();
     const auto pair = [&](int k, bool whole) {
@@ -61,6 +62,7 @@ inline void direct_block(const uint8_t* weights, int first, int count, const flo
     int k = 0;
     for (; k + 2 <= count; k += 2) pair(k, true);
     if (k < count) pair(k, false);
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) {
             float* place = out + r * STRIP + LANES * (first + v);

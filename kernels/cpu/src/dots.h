@@ -50,6 +50,7 @@ inline void direct_dots(const uint8_t* weights, int first, int pairs, const uint
                         uint32_t* panel) {
     const Tables tables = load_tables();
     Lanes sums[ROWS][WIDTH];
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) sums[r][v] = zero();
 #pragma GCC unroll 2
@@ -65,6 +66,7 @@ inline void direct_dots(const uint8_t* weights, int first, int pairs, const uint
                 for (int u = 0; u < 2; u++) sums[r][v + u] = dot(sums[r][v + u], words[u], x[k * ROWS + r]);
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) {
             float* place = out + r * STRIP + LANES * (first + v);
@@ -75,6 +77,7 @@ inline void direct_dots(const uint8_t* weights, int first, int pairs, const uint
 template <int ROWS>
 void panel_dots(const uint32_t* panel, int pairs, const uint32_t* x, float scale, float* out) {
     Lanes sums[ROWS][2];
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = zero();
 #pragma GCC unroll 2
     for (int k = 0; k < pairs; k++) {
@@ -84,6 +87,7 @@ void panel_dots(const uint32_t* panel, int pairs, const uint32_t* x, float scale
             sums[r][1] = dot(sums[r][1], second, x[k * ROWS + r]);
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < 2; v++) {
             float* place = out + r * STRIP + LANES * v;

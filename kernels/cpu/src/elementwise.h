@@ -63,6 +63,17 @@ inline void store_first(float* out, int count, Lanes x) {
     for (int i = 0; i < count; i++) out[i] = numbers[i];
 }
 
+void copy_numbers(float* out, const float* numbers, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(out + i, load(numbers + i));
+    for (; i < n; i++) out[i] = numbers[i];
+}
+void add_numbers(float* x, const float* numbers, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(x + i, add(load(x + i), load(numbers + i)));
+    for (; i < n; i++) x[i] += numbers[i];
+}
+
 // As activations are rounded: to bf16, and what is smaller than 2^-60 to 0, what is greater than 2^64 to infinity. Products
 // with fp8 weights are then multiples of 2^-85, so no sum of them is subnormal and instructions that take subnormals for 0
 // give the same bits; and whether a sum overflows does not depend on how weights are unpacked, nor on FOLD.
@@ -75,9 +86,10 @@ inline Lanes rounded(Lanes x) {
 }
 
 // Sixteen places of a tile's row as they are kept: numbers, or words of two. What is behind the first `count` numbers is 0.
-inline Lanes places_of(const float* numbers, int count, Store how) {
+template <Store how>
+inline Lanes places_of(const float* numbers, int count) {
     float part[2 * LANES] = {};
-    const int most = how == Store::pairs ? 2 * LANES : LANES;
+    constexpr int most = how == Store::pairs ? 2 * LANES : LANES;
     if (count < most) {
         for (int i = 0; i < count; i++) part[i] = numbers[i];
         numbers = part;
@@ -88,15 +100,17 @@ inline Lanes places_of(const float* numbers, int count, Store how) {
     return how == Store::rounded ? first : pair_up(first, rounded(load(numbers + LANES)));
 }
 
-void spread_rows(const float* numbers, size_t apart, int count, int first, float* tile, int rows, Store how) {
-    const int each = how == Store::pairs ? 2 : 1, places = (count + each - 1) / each;
+template <Store how>
+void spread_as(const float* numbers, size_t apart, int count, int first, float* tile, int rows) {
+    constexpr int each = how == Store::pairs ? 2 : 1;
+    const int places = (count + each - 1) / each;
     float* out = tile + size_t(first / each) * rows;
     float* const end = out + size_t(places) * rows;  // behind it others write
     for (int place = 0; place < places; place += LANES) {
         Lanes square[LANES];
         const int left = count - place * each;
         for (int r = 0; r < LANES; r++)
-            square[r] = r < rows ? places_of(numbers + r * apart + place * each, left, how) : zero();
+            square[r] = r < rows ? places_of<how>(numbers + r * apart + place * each, left) : zero();
         if (rows > 1) turn(square);
         const int here = places - place < LANES ? places - place : LANES;
         if (rows == 1) {
@@ -114,6 +128,15 @@ void spread_rows(const float* numbers, size_t apart, int count, int first, float
             else
                 store_first(out, rows, square[i]);
         }
+    }
+}
+
+void spread_rows(const float* numbers, size_t apart, int count, int first, float* tile, int rows, Store how) {
+    switch (how) {
+        case Store::plain: return spread_as<Store::plain>(numbers, apart, count, first, tile, rows);
+        case Store::rounded: return spread_as<Store::rounded>(numbers, apart, count, first, tile, rows);
+        case Store::folded: return spread_as<Store::folded>(numbers, apart, count, first, tile, rows);
+        case Store::pairs: return spread_as<Store::pairs>(numbers, apart, count, first, tile, rows);
     }
 }
 

@@ -20,6 +20,7 @@ void panel_block(const float* weights, size_t apart, int count, const float* x, 
                  size_t out_apart) {
     constexpr bool asks = REGISTERS < 32 && X_ROW == 1;  // tiles of many rows lie far away
     Lanes sums[ROWS][WIDTH];
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) sums[r][v] = zero();
 #pragma GCC unroll 2
@@ -32,6 +33,7 @@ void panel_block(const float* weights, size_t apart, int count, const float* x, 
             for (int v = 0; v < WIDTH; v++) sums[r][v] = fma(value, w[v], sums[r][v]);
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++) {
             float* place = out + r * out_apart + 16 * v;

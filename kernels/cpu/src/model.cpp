@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 
 const char* const phase_names[PHASES] = {"embed", "norm", "qkv", "attention", "output", "ffn", "head", "sample"};
 
@@ -232,12 +231,9 @@ void Model::work(const StepInput& input, int number) {
     const auto add_product = [&](const Matrix& m, const float* from, const Matrix& next) {
         each_strip(*counter++, m.strips(), rows, false, number, [&](int s, Part part) {
             strip(m, s, part, from, tiles, store_for({&m}), bench, bench.outs.data());
-            const int first = s * STRIP, end = std::min(LANES * part.end, m.outputs - first);
-            for (int r = 0; r < rows; r++) {
-                float* x = &x_[r * wide_ + first];
-                const float* made = &bench.outs[size_t(r) * STRIP];
-                for (int i = LANES * part.first; i < end; i++) x[i] += made[i];
-            }
+            const int first = LANES * part.first, count = std::min(LANES * part.end, m.outputs - s * STRIP) - first;
+            for (int r = 0; r < rows; r++)
+                variant.add(&x_[r * wide_ + s * STRIP + first], &bench.outs[size_t(r) * STRIP + first], count);
         });
         ask_for(next, rows, number);
         team_.barrier();
@@ -254,10 +250,7 @@ void Model::work(const StepInput& input, int number) {
         Counter& attending = counter[2];
         const int items = int(items_.size());
         Run run = claim(attending, items);
-        if (run.next < run.end) {
-            const Attention first = memory_of(input, items_[run.next], index);
-            variant.ask(first, first.position, std::min(first.rows, 2 * KEYS));
-        }
+        if (run.next < run.end) variant.ask(attention_of(input, items_[run.next], index));
 
         const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
         const int q_strips = layer.q.strips(), k_strips = layer.k.strips();
@@ -268,10 +261,9 @@ void Model::work(const StepInput& input, int number) {
             strip(m, s, part, h, tiles, how, bench, bench.outs.data());
             const size_t before = which == 0 ? 0 : size_t(shape.heads + (which - 1) * shape.kv_heads) * size;
             const int first = LANES * part.first, count = std::min(LANES * part.end, m.outputs - s * STRIP) - first;
-            if (count > 0)
-                for (int r = 0; r < rows; r++)
-                    std::memcpy(&projected_[r * row_size + before + s * STRIP + first],
-                                &bench.outs[size_t(r) * STRIP + first], size_t(count) * sizeof(float));
+            for (int r = 0; r < rows; r++)
+                variant.copy(&projected_[r * row_size + before + s * STRIP + first],
+                             &bench.outs[size_t(r) * STRIP + first], count);
         });
         ask_for(layer.o, rows, number);
         team_.barrier();
@@ -286,10 +278,8 @@ void Model::work(const StepInput& input, int number) {
         while (run.next < run.end) {
             const Item& item = items_[run.next++];
             if (run.next == run.end) run = claim(attending, items);
-            Attention next{};
-            if (run.next < run.end) next = memory_of(input, items_[run.next], index);
             if (input.spans[item.span].count == item.rows && item.parts == 1) turn(input, item, index);
-            attend(input, item, index, bench, next);
+            attend(input, item, index, bench, run.next < run.end ? &items_[run.next] : nullptr);
         }
         team_.barrier();
         lap(number, ATTENTION);
@@ -326,8 +316,7 @@ void Model::work(const StepInput& input, int number) {
         strip(head, s, {}, h, last, how, bench, bench.outs.data());
         const int first = s * STRIP, count = std::min(STRIP, head.outputs - first);
         for (int r = 0; r < wanted; r++)
-            std::memcpy(&logits[size_t(r) * shape.vocab + first], &bench.outs[size_t(r) * STRIP],
-                        size_t(count) * sizeof(float));
+            variant.copy(&logits[size_t(r) * shape.vocab + first], &bench.outs[size_t(r) * STRIP], count);
     });
     team_.barrier();
     lap(number, HEAD);
@@ -367,43 +356,39 @@ Model::Run Model::claim(Counter& counter, int items) const {
     return {first, std::min(first + most, items)};
 }
 
-// The keys and values that an item will read, as positions from the first on.
-Attention Model::memory_of(const StepInput& input, const Item& item, int layer) const {
+Attention Model::attention_of(const StepInput& input, const Item& item, int layer) {
     const Span& span = input.spans[item.span];
-    const int last = span.position + item.first + item.rows, window = layers[layer].window;
+    const int size = shape.head_dim, group = shape.heads / shape.kv_heads;
     Attention a{};
     a.pool = &pool;
     a.table = span.table;
     a.layer = layer;
     a.kv_head = item.kv_head;
-    a.position = window && last > window ? last - window : 0;
-    a.rows = last - a.position;
-    return a;
-}
-
-void Model::attend(const StepInput& input, const Item& item, int layer, Bench& bench, const Attention& next) {
-    const Span& span = input.spans[item.span];
-    const int size = shape.head_dim, group = shape.heads / shape.kv_heads, width = shape.heads * size;
-    const size_t row_size = size_t(shape.heads + 2 * shape.kv_heads) * size;
-    const int first = span.first + item.first;
-    Attention a = memory_of(input, item, layer);
     a.group = group;
     a.position = span.position + item.first;
     a.rows = item.rows;
     a.window = layers[layer].window;
-    a.next = &next;
-    a.queries = &projected_[first * row_size + size_t(item.kv_head) * group * size];
-    a.stride = row_size;
+    a.stride = size_t(shape.heads + 2 * shape.kv_heads) * size;
+    a.queries = &projected_[(span.first + item.first) * a.stride + size_t(item.kv_head) * group * size];
     a.part = item.part;
     a.parts = item.parts;
     if (item.parts > 1) a.kept = &parts_[item.place];
+    return a;
+}
+
+void Model::attend(const StepInput& input, const Item& item, int layer, Bench& bench, const Item* next) {
+    Attention a = attention_of(input, item, layer), then;
+    if (next) {
+        then = attention_of(input, *next, layer);
+        a.next = &then;
+    }
     variant.attend(a, bench.attention.data(), bench.attended.data());
     if (item.parts > 1) {
         if ((done_[item.number].next.fetch_add(1, std::memory_order_acq_rel) + 1) % item.parts) return;
         variant.join(a, bench.attention.data(), bench.attended.data());  // the last one has all
     }
-    const int count = group * size;
+    const int count = a.group * shape.head_dim, first = input.spans[item.span].first + item.first;
     for (int r = 0; r < item.rows; r++)
-        std::memcpy(&mixed_[size_t(first + r) * width + size_t(item.kv_head) * count],
-                    &bench.attended[size_t(r) * count], size_t(count) * sizeof(float));
+        variant.copy(&mixed_[size_t(first + r) * shape.heads * shape.head_dim + size_t(item.kv_head) * count],
+                     &bench.attended[size_t(r) * count], count);
 }

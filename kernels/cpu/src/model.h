@@ -85,9 +85,9 @@ private:
     void prepare(const StepInput& input);
     void cut_items(const StepInput& input);
     void work(const StepInput& input, int number);
-    void attend(const StepInput& input, const Item& item, int layer, Bench& bench, const Attention& next);
+    void attend(const StepInput& input, const Item& item, int layer, Bench& bench, const Item* next);
     Run claim(Counter& counter, int items) const;
-    Attention memory_of(const StepInput& input, const Item& item, int layer) const;
+    Attention attention_of(const StepInput& input, const Item& item, int layer);
     void turn(const StepInput& input, const Item& item, int layer);
     // Columns begin … end - 1 of what is laid in tiles at `out`.
     struct Columns {

@@ -97,8 +97,7 @@ struct Attention {
     int position;                                  // of the first row
     int rows;
     int window;                                    // positions that a query sees at most; 0: all before it
-    const Attention* next;                         // whose keys and values to ask for meanwhile: `rows` positions
-                                                   // from `position` on; null: nobody's
+    const Attention* next;                         // who attends then: whose keys and values to ask for; null: nobody
     const float* queries;                          // [rows][stride]: `group` heads side by side, scaled
     size_t stride;
     int part = 0, parts = 1;                       // which part of the blocks is attended to
@@ -119,6 +118,10 @@ struct Variant {
     void (*spread)(const float* numbers, size_t apart, int count, int first, float* tile, int rows, Store how);
     // out = silu(gate) * up, n numbers.
     void (*gate)(const float* gates, const float* ups, float* out, int n);
+    // n numbers into another place.
+    void (*copy)(float* out, const float* numbers, int n);
+    // x += numbers, n of them.
+    void (*add)(float* x, const float* numbers, int n);
     // 1 / rms(x) of `width` numbers, behind which x has zeros up to a multiple of 16.
     float (*inverse_rms)(const float* x, float epsilon, int width);
     // x * factor * weight of n numbers.
@@ -127,8 +130,8 @@ struct Variant {
     void (*rotate)(float* head, const float* cos, const float* sin, int half, float scale);
     // Round a head's key or value to the page's kind and store it as token `token` of a page.
     void (*keep)(const Pool&, uint8_t* head, int token, const float* numbers);
-    // Ask for the memory of a head's keys and values at `count` positions from `position` on.
-    void (*ask)(const Attention&, int position, int count);
+    // Ask for the first keys and values that will be attended to.
+    void (*ask)(const Attention&);
     // Ask for some bytes.
     void (*fetch)(const uint8_t* data, size_t bytes);
     // Attention of few rows; out [rows][group * head_dim]. Scratch of attention_floats(). What is kept is for `join`.
