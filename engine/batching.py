@@ -61,6 +61,8 @@ class Sequence:
     """To be dropped as soon as it does not run."""
     passed: int = 0
     """Steps in a row in which its client got no row while it was filling."""
+    outrun: int = 0
+    """Steps in which its client's rows went to others of its prompts, since it got some."""
     seeks: bool = False
     """It waits for the allocator's word on pages that are there, or on their way: nothing is computed."""
     forks: bool = False
@@ -206,8 +208,13 @@ def plan_step(
     for sequence, count in dealt:
         compute(sequence, count)
     served = {sequence.spec.client for sequence, _ in dealt}
+    fed = {sequence.key for sequence, _ in dealt}
     for sequence in filling:
-        sequence.passed = 0 if sequence.spec.client in served else sequence.passed + 1
+        if sequence.spec.client not in served:
+            sequence.passed += 1
+        else:
+            sequence.passed = 0
+            sequence.outrun = 0 if sequence.key in fed else sequence.outrun + 1
     return Plan(tuple(slices), missing, tuple(forks))
 
 
@@ -233,12 +240,12 @@ def fork_page(
 
 
 def deal_rows(filling: Iterable[Sequence], rows: int) -> list[tuple[Sequence, int]]:
-    """How many of a step's rows each prompt gets: the client that lacks the fewest goes first.
+    """How many of a step's rows each prompt gets: who lacks the fewest goes first.
 
-    So a flood of prompts, or a long one, does not delay a short one of somebody else by more than the
-    step that is running; a client that has been passed over for MOST_PASSED steps goes before that.
+    First of clients, then of a client's prompts of one priority. So a flood of prompts, or a long one, does
+    not delay a short one by more than the step that is running; a client, or a prompt, that has been passed
+    over for MOST_PASSED steps goes before that.
     (Schrage, "A Proof of the Optimality of the Shortest Remaining Processing Time Discipline", 1968.)
-    A client's own prompts follow each other by (priority, arrival, key).
 
     `filling` come oldest first.
     """
@@ -262,7 +269,13 @@ def deal_rows(filling: Iterable[Sequence], rows: int) -> list[tuple[Sequence, in
 
 def _portions(line: list[Sequence], rows: int) -> Iterator[tuple[Sequence, int]]:
     """One client's rows, to its prompts one after the other."""
-    for sequence in sorted(line, key=lambda s: (s.spec.priority, s.spec.arrival, s.key)):
+
+    def turn(sequence: Sequence) -> tuple[int, int, int]:
+        if sequence.outrun >= MOST_PASSED:
+            return sequence.spec.priority, -sequence.outrun, 0
+        return sequence.spec.priority, 0, sequence.behind
+
+    for sequence in sorted(line, key=lambda s: (*turn(s), s.spec.arrival, s.key)):
         count = min(sequence.behind, rows)
         if count == 0:
             return

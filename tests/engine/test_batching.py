@@ -304,7 +304,7 @@ def test_budget_order_and_pages_whatever_the_supply(
 
 def test_missing_counts_the_pages_for_want_of_which_rows_wait() -> None:
     bench = Bench(20, leased=1)
-    sequences = [begin(spec(1, 9), 1, ME), begin(spec(2, 6), 1, ME)]
+    sequences = [begin(spec(1, 6), 1, ME), begin(spec(2, 9), 1, ME)]
     plan = bench.plan(sequences, step_tokens=20)
     assert [(piece.sequence.key.request, piece.length) for piece in plan.slices] == [(1, 4)]
     assert plan.missing == 1 + 2
@@ -347,7 +347,40 @@ def test_who_is_passed_over_too_often_goes_first() -> None:
     assert (steps, got) == (5 * (MOST_PASSED + 1), 5)
 
 
-def test_a_clients_own_prompts_go_by_priority_then_by_arrival() -> None:
+def test_a_clients_own_prompt_that_lacks_the_fewest_goes_first() -> None:
+    """Else a short prompt of people without names would wait for a long one that came before."""
+    long, middle, short = (begin(spec(n, length, "a"), 1, ME) for n, length in enumerate([99, 20, 5]))
+    assert dealt([long, middle, short], 30) == [(2, 4), (1, 19), (0, 7)]
+    urgent = begin(spec(9, 99, "a", -1), 1, ME)
+    assert dealt([long, middle, short, urgent], 30) == [(9, 30)]
+
+
+def test_a_clients_own_prompt_that_is_outrun_too_often_goes_first() -> None:
+    bench = Bench(1000)
+    long = begin(spec(0, 41, "a"), 1, ME)
+    steps = got = 0
+    while long.behind:
+        short = [begin(spec(100 + 2 * steps + n, 9, "a"), 1, ME) for n in range(2)]
+        before = long.computed
+        bench.run(bench.plan([long, *short], step_tokens=8))
+        steps += 1
+        got += long.computed > before
+        assert long.outrun <= MOST_PASSED
+        assert not long.passed
+    # The last eight rows are as few as theirs, and it came first.
+    assert (steps, got) == (4 * (MOST_PASSED + 1) + 1, 5)
+
+
+def test_a_client_that_gets_nothing_outruns_nobody() -> None:
+    bench = Bench(1000)
+    mine = [begin(spec(n, 60, "a"), 1, ME) for n in range(2)]
+    bench.run(bench.plan([*mine, begin(spec(9, 9, "b"), 1, ME)], step_tokens=8))
+    assert [(sequence.passed, sequence.outrun) for sequence in mine] == [(1, 0), (1, 0)]
+    bench.run(bench.plan(mine, step_tokens=8))
+    assert [(sequence.passed, sequence.outrun) for sequence in mine] == [(0, 0), (0, 1)]
+
+
+def test_a_clients_own_prompts_of_one_length_go_by_priority_then_by_arrival() -> None:
     sequences = [begin(spec(n, 4, "a", priority), 1, ME) for n, priority in enumerate([5, 0, 5, -1, 0])]
     assert [number for number, _ in dealt(sequences, 100)] == [3, 1, 4, 0, 2]
     other = begin(spec(9, 4, "b", 7), 1, ME)
@@ -378,7 +411,7 @@ def test_rows_are_dealt_whole_and_in_order(prompts: list[tuple[int, str, int]], 
         fewer = [other for other in hungry if lacks[other] < lacks[client]]
         assert not got[client] or all(got[other] == lacks[other] for other in fewer)
         line = clients[client]
-        line.sort(key=lambda s: (s.spec.priority, s.key))
+        line.sort(key=lambda s: (s.spec.priority, s.behind, s.key))
         unfilled = [s for s in line if counts.get(s.key, 0) < s.behind]
         assert all(s.key not in counts for s in unfilled[1:]), "a later one before an earlier one is full"
 
