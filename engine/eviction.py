@@ -88,12 +88,22 @@ class _Page:
         self.superseded = False
 
 
+class _Entry(NamedTuple):
+    """A candidate in order; out of date when it is not the entry that the page has."""
+
+    rank: float
+    depth: int
+    """The negated block: of equal ranks the deepest goes first."""
+    page: int
+    number: int
+
+
 class _Forest(ABC):
     """The bookkeeping of every policy: the trees, who is held, who is a candidate."""
 
     def __init__(self) -> None:
         self._pages: dict[int, _Page] = {}
-        self._heap: list[tuple[float, int, int, int]] = []
+        self._heap: list[_Entry] = []
         self._entries = 0
         self._candidates = 0
 
@@ -166,23 +176,25 @@ class _Forest(ABC):
     def victims(self, count: int) -> list[int]:
         if count < 0:
             raise ValueError(f"cannot choose {count} victims")
-        chosen: list[_Page] = []
-        while len(chosen) < count and (page := self._pop()) is not None:
-            page.entry = 0
-            self._candidates -= 1
-            chosen.append(page)
+        chosen: list[tuple[_Page, _Entry]] = []
+        while len(chosen) < count and (entry := self._pop()) is not None:
+            page = self._pages[entry.page]
+            self._retire(page)
+            chosen.append((page, entry))
             if page.parent is not None:
                 page.parent.children -= 1
                 self._review(page.parent)
-        # All as it was: they are proposed, and gone when `removed` says so.
-        for page in chosen:
+        # All as it was, the ranks that they had too: they are proposed, and gone when `removed` says so.
+        for page, _ in chosen:
             if page.parent is not None:
                 page.parent.children += 1
-        for page in chosen:
-            self._review(page)
-            if page.parent is not None:
                 self._review(page.parent)
-        return [page.number for page in chosen]
+        for page, entry in chosen:
+            if not page.children:
+                page.entry = entry.number
+                self._candidates += 1
+                heapq.heappush(self._heap, entry)
+        return [page.number for page, _ in chosen]
 
     def _at(self, page: int) -> _Page:
         try:
@@ -198,9 +210,9 @@ class _Forest(ABC):
             self._entries += 1
             page.entry = self._entries
             self._candidates += 1
-            heapq.heappush(self._heap, (self._rank(page), -page.block, page.number, page.entry))
+            heapq.heappush(self._heap, _Entry(self._rank(page), -page.block, page.number, page.entry))
             if len(self._heap) > 2 * self._candidates + 64:
-                self._heap = [item for item in self._heap if self._is_current(item[2], item[3])]
+                self._heap = [entry for entry in self._heap if self._is_current(entry)]
                 heapq.heapify(self._heap)
 
     def _retire(self, page: _Page) -> None:
@@ -208,17 +220,17 @@ class _Forest(ABC):
             page.entry = 0
             self._candidates -= 1
 
-    def _pop(self) -> _Page | None:
+    def _pop(self) -> _Entry | None:
         """Take the candidate that goes first."""
         while self._heap:
-            _, _, number, entry = heapq.heappop(self._heap)
-            if self._is_current(number, entry):
-                return self._pages[number]
+            entry = heapq.heappop(self._heap)
+            if self._is_current(entry):
+                return entry
         return None
 
-    def _is_current(self, number: int, entry: int) -> bool:
-        page = self._pages.get(number)
-        return page is not None and page.entry == entry
+    def _is_current(self, entry: _Entry) -> bool:
+        page = self._pages.get(entry.page)
+        return page is not None and page.entry == entry.number
 
     def check(self) -> None:
         children = dict.fromkeys(self._pages, 0)

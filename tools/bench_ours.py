@@ -117,8 +117,8 @@ class Driven:
         self.sequences = sequences
         shape = self.config.page_shape(PAGE_TOKENS, kv)
         pages = shape.pages_for(context)
-        # As the launcher's: shared memory, on a page boundary. An array of numpy's own begins 16 bytes behind one, and
-        # every key would lie in one cache line more.
+        # As the launcher's: shared memory, on a page boundary. An array of numpy's own begins 16 bytes
+        # behind one, and every key would lie in one cache line more.
         pool = np.frombuffer(mmap.mmap(-1, sequences * pages * shape.page_bytes), np.uint8)
         pool.fill(0)  # so that no step is the first to touch a page of it
         self.backend: Backend = open_backend(backend, folder, pool, shape, threads, weights, activations)
