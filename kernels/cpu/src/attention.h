@@ -419,28 +419,32 @@ void attend_rows(const Attention& a, float* memory, float* out) {
         if (many) spread_as<Store::plain>(bench.made, size_t(wide), wide, 0, turned, rows);
     }
     const Blocks blocks(a);
-    Places keys[2], values[2], nothing;  // of this block and of the one that is read then
+    struct {
+        Places keys, values;
+        void find(const Attention& of, int block) {
+            keys.find(of, block, 0);
+            values.find(of, block, 1);
+        }
+    } places[2];  // of this block and of the one that is read then, in turns
+    Places nothing;
     nothing.count = 0;
-    const auto find = [&](const Attention& of, int block) {
-        keys[1].find(of, block, 0);
-        values[1].find(of, block, 1);
-    };
-    find(a, blocks.begin);
+    places[0].find(a, blocks.begin);
+    int now = 0;
     if (a.next && !many) ask_own(*a.next);
-    for (int block = blocks.begin; block < blocks.end; block++) {
-        const int begin = block * KEYS, count = keys[1].count;
-        keys[0] = keys[1];
-        values[0] = values[1];
+    for (int block = blocks.begin; block < blocks.end; block++, now = 1 - now) {
+        const auto& here = places[now];
+        auto& then = places[1 - now];
+        const int begin = block * KEYS, count = here.keys.count;
         if (block + 1 < blocks.end)
-            find(a, block + 1);
+            then.find(a, block + 1);
         else if (a.next)
-            find(*a.next, Blocks(*a.next).begin);
+            then.find(*a.next, Blocks(*a.next).begin);
         else
-            keys[1] = values[1] = nothing;
+            then.keys.count = then.values.count = 0;
         if (many) {
-            copy_block(pool, keys[0], keys[1], wide, bench.copied);
+            copy_block(pool, here.keys, then.keys, wide, bench.copied);
             turn_keys(bench.copied, count, wide, bench.columns);
-            copy_block(pool, values[0], values[1], wide, bench.copied);
+            copy_block(pool, here.values, then.values, wide, bench.copied);
         }
         // The positions of the block that any of the queries before `end` sees.
         const auto seen_before = [&](int end) {
@@ -455,7 +459,7 @@ void attend_rows(const Attention& a, float* memory, float* out) {
                 columns_of(rows, std::make_integer_sequence<int, SCORE_ROWS>())(turned, bench.columns, wide,
                                                                                 seen_before(start + rows), scores);
             else
-                few_for(pool, rows).score(keys[0], t ? nothing : keys[1], turned, scores);
+                few_for(pool, rows).score(here.keys, t ? nothing : then.keys, turned, scores);
         }
         const bool all_seen = a.window == 0 && begin + KEYS <= a.position + 1;
         for (int t = 0; t < tiles.count; t++) {
@@ -489,7 +493,7 @@ void attend_rows(const Attention& a, float* memory, float* out) {
                     values_panel<1>(rows, std::make_integer_sequence<int, TILE>())(
                         bench.copied + size_t(from) * wide + d, wide, high - from, scores + from, nullptr, 1.0f, made + d, wide);
             } else {
-                few_for(pool, rows).weigh(values[0], t ? nothing : values[1], from, scores, made);
+                few_for(pool, rows).weigh(here.values, t ? nothing : then.values, from, scores, made);
             }
             if (!a.kept) join(rows, fresh, made, bench.running + start, bench.values + size_t(start) * wide, wide);
         }
