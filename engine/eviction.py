@@ -18,6 +18,7 @@ entry that is out of date is dropped when it comes up.
 from __future__ import annotations
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from itertools import pairwise
@@ -68,8 +69,8 @@ class _Page:
     """A cached page: its place in its tree, and what is remembered of its use."""
 
     __slots__ = (
-        "block", "bred", "children", "entry", "held", "hits", "key", "latest", "number", "parent", "segment",
-        "superseded", "used",
+        "block", "bred", "children", "entry", "held", "hits", "key", "latest", "number", "parent", "reach",
+        "segment", "superseded", "used",
     )  # fmt: skip
 
     def __init__(self, number: int, parent: _Page | None, block: int, key: bytes, used: int) -> None:
@@ -86,6 +87,7 @@ class _Page:
         self.bred = 0
         self.latest: _Page | None = None
         self.superseded = False
+        self.reach = -1
 
 
 class _Entry(NamedTuple):
@@ -290,7 +292,10 @@ class RecomputeCost(NamedTuple):
 
 HEAD_START = 0.1
 READ = 0.3
-"""Both in return times; chosen on Mooncake's conversations, where 0.1 to 0.15 and 0.2 to 0.5 do alike."""
+SHORT = 0.1
+LONGEST = -1.0
+"""All but the last in return times; chosen on Mooncake's conversations, where 0.1 to 0.15, 0.2 to 0.5 and 0.05 to
+0.1 do alike. A greater SHORT finds more in a small cache and less in a large one."""
 FORKS = 3
 """A page that so many chains went on from is a shared prefix: a new chain says nothing of the others."""
 SEGMENTS = 5
@@ -306,11 +311,13 @@ class CostAware(_Forest):
 
     A page ranks by the time of its last use, counted in pages added, plus
 
-        head start = recompute cost × (0.1 × segments + 0.3 if it was ever hit) × return time
+        head start = recompute cost × (0.1 × segments + 0.3 if it was ever hit + 0.1 × shortness) × return time
 
     *Segments*: how many requests, one after another, built the chain up to this page, at most 5. Most
     prompts never go on, and whoever went on once is likely to do so again. *Return time*: the mean age at
-    which pages were hit, learnt as it goes. *Ghosts* are the keys of evicted pages, four for each page of
+    which pages were hit, learnt as it goes. *Shortness*: log2 of the mean length of prompts over that of the
+    longest prompt through the page, -1 at least: of the trace's first prompts 79 % of two blocks go on, 36 % of
+    those of six, 26 % of those of forty. *Ghosts* are the keys of evicted pages, four for each page of
     capacity, so that a session that was evicted before it came back keeps its segments and its age counts.
     A rank does not change until the next use, hence one heap: this is GreedyDual with LFU-DA's ageing (Cao
     and Irani 1997; Cherkasova 1998) with segments instead of a count of hits; ghosts as in ARC (Megiddo
@@ -334,6 +341,7 @@ class CostAware(_Forest):
         self._added = 0
         self._return_time = capacity / 4
         self._ends_found = 1.0
+        self._mean_length = 0.0
         self._most_ghosts = GHOSTS * capacity
         self._ghosts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
 
@@ -341,7 +349,16 @@ class CostAware(_Forest):
         if page.superseded or (self._ends_found < 0.1 and self._is_end(page)):
             return page.used - FAR
         chance = HEAD_START * min(page.segment, SEGMENTS) + (READ if page.hits else 0.0)
+        chance += SHORT * max(LONGEST, math.log2(self._mean_length / (page.reach + 1)))
         return page.used + self._cost.relative(page.block) * chance * self._return_time
+
+    def _review(self, page: _Page) -> None:
+        if not page.held and not page.children and page.reach < page.block:
+            self._mean_length += (page.block + 1 - self._mean_length) * (1 / 256 if self._mean_length else 1)
+            above: _Page | None = page
+            while above is not None and above.reach < page.block:
+                above.reach, above = page.block, above.parent
+        super()._review(page)
 
     @staticmethod
     def _is_end(page: _Page) -> bool:
