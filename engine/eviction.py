@@ -294,8 +294,8 @@ HEAD_START = 0.1
 READ = 0.3
 SHORT = 0.1
 LONGEST = -1.0
-"""All but the last in return times; chosen on Mooncake's conversations, where 0.1 to 0.15, 0.2 to 0.5 and 0.05 to
-0.1 do alike. A greater SHORT finds more in a small cache and less in a large one."""
+"""All but the last in return times; chosen on Mooncake's conversations, where 0.1 to 0.15, 0.2 to 0.5 and
+0.05 to 0.1 do alike. A greater SHORT finds more in a small cache and less in a large one."""
 FORKS = 3
 """A page that so many chains went on from is a shared prefix: a new chain says nothing of the others."""
 SEGMENTS = 5
@@ -311,13 +311,13 @@ class CostAware(_Forest):
 
     A page ranks by the time of its last use, counted in pages added, plus
 
-        head start = recompute cost × (0.1 × segments + 0.3 if it was ever hit + 0.1 × shortness) × return time
+        head start = recompute cost × return time × (0.1 × segments + 0.3 if ever hit + 0.1 × shortness)
 
     *Segments*: how many requests, one after another, built the chain up to this page, at most 5. Most
     prompts never go on, and whoever went on once is likely to do so again. *Return time*: the mean age at
     which pages were hit, learnt as it goes. *Shortness*: log2 of the mean length of prompts over that of the
-    longest prompt through the page, -1 at least: of the trace's first prompts 79 % of two blocks go on, 36 % of
-    those of six, 26 % of those of forty. *Ghosts* are the keys of evicted pages, four for each page of
+    longest prompt through the page, -1 at least: of a trace's first prompts 79 % of two blocks go on, 36 %
+    of six, 26 % of forty. *Ghosts* are the keys of evicted pages, four for each page of
     capacity, so that a session that was evicted before it came back keeps its segments and its age counts.
     A rank does not change until the next use, hence one heap: this is GreedyDual with LFU-DA's ageing (Cao
     and Irani 1997; Cherkasova 1998) with segments instead of a count of hits; ghosts as in ARC (Megiddo
