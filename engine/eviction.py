@@ -317,11 +317,11 @@ class CostAware(_Forest):
     prompts never go on, and whoever went on once is likely to do so again. *Return time*: the mean age at
     which pages were hit, learnt as it goes. *Shortness*: log2 of the mean length of prompts over that of the
     longest prompt through the page, -1 at least: of a trace's first prompts 79 % of two blocks go on, 36 %
-    of six, 26 % of forty. *Ghosts* are the keys of evicted pages, four for each page of
-    capacity, so that a session that was evicted before it came back keeps its segments and its age counts.
-    A rank does not change until the next use, hence one heap: this is GreedyDual with LFU-DA's ageing (Cao
-    and Irani 1997; Cherkasova 1998) with segments instead of a count of hits; ghosts as in ARC (Megiddo
-    and Modha 2003).
+    of six, 26 % of forty; so what nobody came back to of a long one goes before its time. *Ghosts* are the
+    keys of evicted pages, four for each page of capacity, so that a session that was evicted before it came
+    back keeps its segments and its age counts. A rank does not change until the next use, hence one heap:
+    this is GreedyDual with LFU-DA's ageing (Cao and Irani 1997; Cherkasova 1998) with segments instead of a
+    count of hits; ghosts as in ARC (Megiddo and Modha 2003).
 
     Two kinds of page go before all others. *Superseded*: when a chain is gone on from in its middle, by a
     turn that rewrote what follows, what was behind that place is old history; unless three chains went on

@@ -198,6 +198,17 @@ def test_a_session_that_went_on_outlives_prompts_that_came_after_it() -> None:
     assert policy.victims(2) == [11, 10]
 
 
+def test_of_prompts_that_nobody_came_back_to_the_long_one_goes_first() -> None:
+    policy, lru = CostAware(4000, RecomputeCost(1.0, 0.0)), LRU()
+    for either in (policy, lru):
+        chain(either, 0, 1)
+        chain(either, *range(100, 164))
+    assert lru.victims(2) == [1, 0]
+    assert set(policy.victims(64)) == set(range(100, 164))
+    policy.hit(range(100, 164), 0.0)
+    assert policy.victims(2) == [1, 0], "somebody came back"
+
+
 def test_a_rewritten_turn_goes_first_and_a_shared_prefix_has_none() -> None:
     policy = CostAware(40)
     chain(policy, 0, 1, 2)

@@ -232,7 +232,7 @@ void Model::work(const StepInput& input, int number) {
         each_strip(*counter++, m.strips(), rows, false, number, [&](int s, Part part) {
             strip(m, s, part, from, tiles, store_for({&m}), bench, bench.outs.data());
             const int first = LANES * part.first, count = std::min(LANES * part.end, m.outputs - s * STRIP) - first;
-            for (int r = 0; r < rows; r++)
+            for (int r = 0; r < rows && count > 0; r++)
                 variant.add(&x_[r * wide_ + s * STRIP + first], &bench.outs[size_t(r) * STRIP + first], count);
         });
         ask_for(next, rows, number);
@@ -261,7 +261,7 @@ void Model::work(const StepInput& input, int number) {
             strip(m, s, part, h, tiles, how, bench, bench.outs.data());
             const size_t before = which == 0 ? 0 : size_t(shape.heads + (which - 1) * shape.kv_heads) * size;
             const int first = LANES * part.first, count = std::min(LANES * part.end, m.outputs - s * STRIP) - first;
-            for (int r = 0; r < rows; r++)
+            for (int r = 0; r < rows && count > 0; r++)
                 variant.copy(&projected_[r * row_size + before + s * STRIP + first],
                              &bench.outs[size_t(r) * STRIP + first], count);
         });
