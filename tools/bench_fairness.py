@@ -3,10 +3,11 @@
     python -m tools.bench fairness --topology local --flood 200
     python -m tools.bench fairness --topology local --flood 200 --priority 5 --json fairness.json
 
-A quiet client asks one thing after another, first alone, then again while a flooding client has sent
-all its requests at once and most of them wait. What counts is how much later the first token of the
-quiet client comes: the last column. A third run, under the flood's own name, shows what it would be
-without fair queues. The flood is measured too: it may be slowed down, and must not be starved.
+A quiet client asks one thing after another, first alone, then again while a flooding client keeps so
+many requests open that most of them wait: whenever one is answered it sends another. What counts is how
+much later the first token of the quiet client comes: the last column. A third run, under the flood's own
+name, shows what it would be without fair queues. The flood is measured too: it may be slowed down, and
+must not be starved.
 
 Exit codes: 0 measured, 1 requests failed, 2 bad usage or topology, 3 the system could not be started
 or used, 70 it did not stop cleanly, 130 interrupted.
@@ -21,8 +22,8 @@ import trio
 from tqdm import tqdm
 
 from tools.bench_client import Client
-from tools.bench_load import Arrival, BenchFailed
-from tools.bench_serve import get_ready, planned, settled
+from tools.bench_load import BenchFailed
+from tools.bench_serve import get_ready, settled
 from tools.bench_system import add_system_arguments, count, milliseconds, run_with_system
 from tools.install import say
 
@@ -41,7 +42,9 @@ QUIET, FLOOD = "quiet", "flood"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `fairness` can be told."""
     add_system_arguments(parser)
-    parser.add_argument("--flood", type=count, default=200, metavar="N", help="requests of the flood (200)")
+    parser.add_argument(
+        "--flood", type=count, default=200, metavar="N", help="requests that the flood keeps open (200)"
+    )
     parser.add_argument("--asks", type=count, default=20, metavar="N", help="of the quiet client a run (20)")
     parser.add_argument("--input", type=count, default=128, metavar="TOKENS", help="of a prompt (128)")
     parser.add_argument("--output", type=count, default=64, metavar="TOKENS", help="of the flood's (64)")
@@ -75,8 +78,6 @@ async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
     """The quiet client alone, beside the flood, and under its name."""
     client = Client(system.url)
     prompts = await get_ready(client)
-    arrivals = [Arrival(0.0, options.input, options.output)] * options.flood
-    requests = planned(prompts, arrivals, f"{options.seed} flood")
     print("".join(f"{name:>{width}}" for name, width in COLUMNS), flush=True)
     runs: list[dict[str, Any]] = []
 
@@ -88,18 +89,25 @@ async def bench(system: Running, options: argparse.Namespace) -> dict[str, Any]:
     await asks("quiet, alone", QUIET, options.asks)
     await settled(client)
     outcomes: list[Outcome] = []
+    over = False
+    flood = named(system.url, client, FLOOD, priority=options.priority)
+
+    async def flooding(number: int) -> None:
+        draw = random.Random(f"{options.seed} flood {number}")
+        while not over:
+            outcomes.append(await flood.ask(prompts.make(options.input, draw), options.output))
+            if outcomes[-1].error:
+                return  # who is refused at once would ask without end
+
     async with trio.open_nursery() as nursery:
-        flood = named(system.url, client, FLOOD, priority=options.priority)
-        for request in requests:
-            nursery.start_soon(ask_into, outcomes, flood, request.prompt, request.output)
+        for number in range(options.flood):
+            nursery.start_soon(flooding, number)
         await waiting(client, options.flood // 2)
         await asks("quiet, beside the flood", QUIET, options.asks)
-        lasted = len(outcomes) < options.flood
         await asks("quiet, by the flood's name", FLOOD, max(1, options.asks // 10))
-        say(f"waiting for the rest of the flood: {options.flood - len(outcomes)} answers")
+        over = True
+        say(f"waiting for the rest of the flood: {options.flood} answers")
     runs.append(shown("the flood itself", outcomes, None))
-    if not lasted:
-        raise BenchFailed("the flood was over before the quiet client had asked: give --flood more requests")
     return {"model": client.model, "runs": runs, "p95_ratio": runs[1]["p95_ratio"]}
 
 
@@ -118,11 +126,6 @@ def named(url: str, like: Client, user: str, **options: object) -> Client:
     client.model = like.model
     client.options = {**like.options, "user": user, **options}
     return client
-
-
-async def ask_into(outcomes: list[Outcome], client: Client, prompt: str, output: int) -> None:
-    """One answer, into the list."""
-    outcomes.append(await client.ask(prompt, output))
 
 
 async def quiet(
