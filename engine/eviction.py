@@ -190,7 +190,7 @@ class _Forest(ABC):
         for page, _ in chosen:
             if page.parent is not None:
                 page.parent.children += 1
-                self._review(page.parent)
+                self._retire(page.parent)
         for page, entry in chosen:
             if not page.children:
                 page.entry = entry.number

@@ -59,6 +59,7 @@ float multiply_rounds(int64_t rounds, double* flops) {
 
 }  // namespace
 
-const Variant VARIANT = {NAME,          TILE,        multiply_strip, ROUNDED, spread_rows,   gate_numbers, copy_numbers, add_numbers, inverse_rms,
-                         scale_numbers, rotate_head, keep_numbers,   ask_for, ask_for_bytes, attend_rows,  join_rows,
-                         embed_row,     sample_row,  read_all,       multiply_rounds};
+const Variant VARIANT = {NAME,        TILE,          multiply_strip, ROUNDED,      spread_rows,  gate_numbers,
+                         copy_numbers, add_numbers,  inverse_rms,    scale_numbers, rotate_head, keep_numbers,
+                         ask_for,     ask_for_bytes, attend_rows,    join_rows,    embed_row,    sample_row,
+                         read_all,    multiply_rounds};
