@@ -23,7 +23,7 @@ from engine.messages import FetchEnded, PageSite, ReadEnded, ReadGranted, ReadWa
 from transport.checksum import page_checksum
 from transport.errors import TransportError
 from transport.page_fetch import PageFetcher
-from transport.page_hosts import PageParty
+from transport.page_hosts import PageParty, PinnedPages
 from transport.page_server import PageServer
 from transport.page_settings import TransferSettings
 from transport.pages import PageFetch, PagePools
@@ -134,16 +134,19 @@ class OtherHosts:
 
     # ── giving (`transport.page_hosts.PageGiver`) ─────────────────────────────────────────────
 
-    async def pin(self, names: Sequence[PageName]) -> Sequence[bool]:
+    async def pin(self, names: Sequence[PageName]) -> PinnedPages:
         ticket, answered, there = next(self._tickets), trio.Event(), [False] * len(names)
         self._asked[ticket] = answered, there
         pages = tuple(name.page for name in names)
         self._send([Send(self._allocator, ReadWanted(ticket, pages, tuple(name.key for name in names)))])
         try:
             await answered.wait()
+        except trio.Cancelled:
+            self.unpin(ticket)
+            raise
         finally:
             del self._asked[ticket]
-        return there
+        return PinnedPages(ticket, there)
 
     def answered(self, message: ReadGranted) -> None:
         """The allocator has pinned what is there."""
@@ -152,8 +155,8 @@ class OtherHosts:
             there[:] = message.there[: len(there)]
             event.set()
 
-    def unpin(self, pages: Sequence[PageRef]) -> None:
-        self._send([Send(self._allocator, ReadEnded(tuple(pages)))])
+    def unpin(self, read: int) -> None:
+        self._send([Send(self._allocator, ReadEnded(read))])
 
     def still_valid(self, page: PageRef) -> bool:
         return self._table.is_current(page) and self._table.state(page.index) is PageState.SEALED

@@ -197,9 +197,9 @@ class Allocator:
                 # Its pages may be held by others too: then the next one is asked for.
                 self._leases.exhausted_told = not sends
             case ReadWanted():
-                sends = [Send(source, self._reads.want(message, now))]
+                sends = [Send(source, self._reads.want(source, message, now))]
             case ReadEnded():
-                self._reads.ended(message.pages)
+                self._reads.ended(source, message.ticket)
             case Roster() | Drain() | Stop():
                 return []
             case _:
@@ -389,6 +389,6 @@ class Allocator:
             **self._prefixes.statistics(),
             **self._fetches.statistics(),
             **self._pinned.statistics(),
-            "pages_read": len(self._reads),
+            **self._reads.statistics(),
             **self.cache.statistics(),
         }

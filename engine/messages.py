@@ -617,9 +617,9 @@ class ReadGranted(Message, frozen=True):
 
 
 class ReadEnded(Message, frozen=True):
-    """replicator → allocator: these are not read any more."""
+    """replicator → allocator: nothing of that `ReadWanted` is read any more."""
 
-    pages: tuple[PageRef, ...]
+    ticket: int
 
 
 class PoolExhausted(Message, frozen=True):

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from engine.core import Statistics
     from engine.ids import Incarnation
     from engine.pages import Pages
-    from engine.shapes import PageRef
 
 PINNED_MOST = 0.5
 """Of the pool."""
@@ -30,56 +29,53 @@ READ_S = 10.0
 """For so long a page stays pinned for a reader that does not say that it has finished."""
 
 
-class Reads:
-    """Pages that are being read for another host: each pin is counted, and runs out of itself."""
-
-    def __init__(self, pages: Pages) -> None:
-        self._pages = pages
-        self._until: dict[PageRef, list[float]] = {}
-
-    def want(self, message: ReadWanted, now: float) -> ReadGranted:
-        """Pin those pages that are still there in that life and under that key."""
-        there = []
-        for page, key in zip(message.pages, message.keys, strict=True):
-            found = self._pages.table.is_current(page) and self._pages.cache.index.find(key) == page.index
-            if found:
-                self._pages.cache.pin([page.index])
-                self._until.setdefault(page, []).append(now + READ_S)
-            there.append(found)
-        return ReadGranted(message.ticket, tuple(there))
-
-    def ended(self, pages: Iterable[PageRef]) -> None:
-        """Somebody has read these; what has run out before is nobody's to give back."""
-        for page in pages:
-            if page in self._until:
-                self._until[page].pop(0)
-                self._let_go(page)
-
-    def expire(self, now: float) -> bool:
-        """Let go of what was read for too long; whether there was any."""
-        over = [page for page, until in self._until.items() for time in until if time <= now]
-        self.ended(over)
-        return bool(over)
-
-    def _let_go(self, page: PageRef) -> None:
-        if not self._until[page]:
-            del self._until[page]
-        self._pages.unpin([page.index])
-
-    def deadline(self) -> float | None:
-        """When the next one runs out."""
-        return min((until[0] for until in self._until.values()), default=None)
-
-    def __len__(self) -> int:
-        return len(self._until)
-
-
 @dataclass(slots=True)
 class Pin:
-    """Pages that a client wants kept."""
+    """Pages that are kept for a client or a reader."""
 
     pages: list[int]
     until: float
+
+
+class Reads:
+    """Pages that are being read for other hosts, by replicator and ticket: a read runs out of itself."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._reads: dict[tuple[Incarnation, int], Pin] = {}
+
+    def want(self, reader: Incarnation, message: ReadWanted, now: float) -> ReadGranted:
+        """Pin those pages that are still there in that life and under that key."""
+        index, table = self._pages.cache.index, self._pages.table
+        there = tuple(
+            table.is_current(page) and index.find(key) == page.index
+            for page, key in zip(message.pages, message.keys, strict=True)
+        )
+        pages = [page.index for page, found in zip(message.pages, there, strict=True) if found]
+        if pages:
+            self._pages.cache.pin(pages)
+            self._reads[reader, message.ticket] = Pin(pages, now + READ_S)
+        return ReadGranted(message.ticket, there)
+
+    def ended(self, reader: Incarnation, ticket: int) -> None:
+        """Let go of what was pinned for that read, unless it ran out before."""
+        read = self._reads.pop((reader, ticket), None)
+        if read is not None:
+            self._pages.unpin(read.pages)
+
+    def expire(self, now: float) -> bool:
+        """Let go of what was read for too long; whether there was any."""
+        over = [name for name, read in self._reads.items() if read.until <= now]
+        for name in over:
+            self.ended(*name)
+        return bool(over)
+
+    def deadline(self) -> float | None:
+        """When the next one runs out."""
+        return min((read.until for read in self._reads.values()), default=None)
+
+    def statistics(self) -> Statistics:
+        return {"pages_read": len({page for read in self._reads.values() for page in read.pages})}
 
 
 class Pinned:

@@ -28,7 +28,7 @@ from engine.ids import Incarnation
 from engine.shapes import PageRef
 from transport.channel import Channel, decode_frame
 from transport.page_fetch import PageFetcher
-from transport.page_hosts import PageParty
+from transport.page_hosts import PageParty, PinnedPages
 from transport.page_push import PageSender
 from transport.page_server import PageServer
 from transport.pages import PageCopy, PageFetch, PagePool, PagePools, SharedMemoryPages
@@ -135,11 +135,11 @@ class Obliging:
     def __init__(self, checksums: dict[PageRef, int]) -> None:
         self._checksums = checksums
 
-    async def pin(self, names: Sequence[PageName]) -> list[bool]:
+    async def pin(self, names: Sequence[PageName]) -> PinnedPages:
         """All are there."""
-        return [True] * len(names)
+        return PinnedPages(0, [True] * len(names))
 
-    def unpin(self, pages: Sequence[PageRef]) -> None:
+    def unpin(self, read: int) -> None:
         """Nothing was pinned."""
 
     def still_valid(self, page: PageRef) -> bool:

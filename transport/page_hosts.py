@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -23,18 +23,27 @@ class PageParty(msgspec.Struct, frozen=True):
     """The incarnation of its pools: another one when page names given out before mean nothing any more."""
 
 
+class PinnedPages(NamedTuple):
+    """What is kept for a reader until it gives it back."""
+
+    read: int
+    """What to give back."""
+    there: Sequence[bool]
+    """Which of the pages it asked for."""
+
+
 class PageGiver(Protocol):
     """Whose pages are given: what the server asks of its host."""
 
-    async def pin(self, names: Sequence[PageName]) -> Sequence[bool]:
-        """Pin the pages that are there, in this generation and under this key; True for those.
+    async def pin(self, names: Sequence[PageName]) -> PinnedPages:
+        """Pin the pages that are there, in this generation and under this key.
 
-        A pin is counted and expires by itself: the server may be cancelled before it hears the answer.
+        Pins run out by themselves. Nothing is to be given back when the call is cancelled.
         """
         ...
 
-    def unpin(self, pages: Sequence[PageRef]) -> None:
-        """Give pins back."""
+    def unpin(self, read: int) -> None:
+        """Give back what was pinned by one call."""
         ...
 
     def still_valid(self, page: PageRef) -> bool:

@@ -208,7 +208,7 @@ class PageServer:
             self._must_be_ours([name.page for name in ask.names])
             if any(len(name.key) != KEY_BYTES for name in ask.names):
                 raise ProtocolError(f"a chain key has {KEY_BYTES} bytes")
-            there = await self._pinned(self._giver, ask.names)
+            read, there = await self._pinned(self._giver, ask.names)
             pages = [ask.names[position].page for position in there]
             try:
                 sums = await checksums(pages, self._pools, self._giver.checksum_of)
@@ -221,17 +221,18 @@ class PageServer:
                 )
                 whole = sum(await give_run(wire, run, pages, self._pools, self._giver.still_valid))
             finally:
-                self._giver.unpin(pages)
+                if read is not None:
+                    self._giver.unpin(read)
             self._statistics.given += whole
             self._statistics.absent += len(ask.names) - whole
 
-    async def _pinned(self, giver: PageGiver, names: Sequence[PageName]) -> list[int]:
-        """Positions of the pages that are there and pinned."""
+    async def _pinned(self, giver: PageGiver, names: Sequence[PageName]) -> tuple[int | None, list[int]]:
+        """What is to be given back, and positions of the pages that are there."""
         with trio.move_on_after(self._settings.pin_s):
-            there = await giver.pin(names)
-            return [position for position, (_, pinned) in enumerate(zip(names, there, strict=True)) if pinned]
+            read, there = await giver.pin(names)
+            return read, [position for position, found in enumerate(there) if found]
         self._statistics.pins_late += 1
-        return []
+        return None, []
 
     async def _take(self, wire: Wire, session: _Session) -> None:
         assert self._taker is not None

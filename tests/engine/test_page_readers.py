@@ -231,10 +231,13 @@ def test_pages_that_are_read_stay_until_the_reader_lets_go_or_runs_out_of_time()
     swapped = ReadWanted(8, pages[:1], keys[1:2])
     [answer] = [s.message for s in desk.tell(REPLICATOR, swapped) if isinstance(s.message, ReadGranted)]
     assert answer == ReadGranted(8, (False,)), "another page has this key"
+    half = ReadWanted(9, pages[:2], keys[:2])
+    [answer] = [s.message for s in desk.tell(REPLICATOR, half) if isinstance(s.message, ReadGranted)]
+    assert answer == ReadGranted(9, (True, True))
     assert len(granted(desk.want(B, 8))["b@1"]) == 4
-    assert len(granted(desk.tell(REPLICATOR, ReadEnded(pages[2:])))["b@1"]) == 2
-    desk.tell(REPLICATOR, ReadEnded((wrong, *pages[2:])))
-    assert desk.core.deadline() == READ_S
+    assert len(granted(desk.tell(REPLICATOR, ReadEnded(7)))["b@1"]) == 2
+    desk.tell(REPLICATOR, ReadEnded(7)), desk.tell(REPLICATOR, ReadEnded(8)), desk.tell(A, ReadEnded(9))
+    assert desk.core.deadline() == READ_S, "nobody gives back what another one reads"
     assert len(granted(desk.core.tick(READ_S))["b@1"]) == 2
     assert desk.core.deadline() is None
     desk.core.check()

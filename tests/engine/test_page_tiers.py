@@ -260,9 +260,6 @@ class Copier:
             read.rows.append(tuple(world.row(page, slot) for slot in range(PAGE_TOKENS)))
             return []
         self.reads.remove(read)
-        if self.world.now >= read.until:
-            # It ran out, and gives back what another reader of these may have by now: that one will see.
-            self.world.overdue.update(read.pages)
         for page, key, there, rows in zip(read.pages, read.keys, read.there, read.rows, strict=True):
             valid = table.is_current(page) and table.state(page.index) is PageState.SEALED
             self.done["late"] += there and not valid
@@ -272,8 +269,7 @@ class Copier:
                 world.other[key] = Stored(seal.tokens, seal.parent, rows)
                 world.refs.setdefault(key, PageRef(0, len(world.refs), 1))
                 self.done["given"] += 1
-        given = tuple(page for page, there in zip(read.pages, read.there, strict=True) if there)
-        return [Send(read.granter, ReadEnded(given))] if given else []
+        return [Send(read.granter, ReadEnded(read.ticket))]
 
     def writes(self) -> set[PageRef]:
         """What it may still write."""
@@ -323,8 +319,6 @@ class Tiers(World):
         """What is thought to be on the other host, and what it was there."""
         self.seen: dict[bytes, PageRef] = {}
         """What the other host thinks that is here."""
-        self.overdue: set[PageRef] = set()
-        """Pages that were read for longer than they were pinned."""
         self.salts: dict[SequenceKey, str] = {}
         self.fills: dict[SequenceKey, tuple[Incarnation, str]] = {}
         alone = len(ROLES[topology]) == 1
@@ -455,8 +449,7 @@ class Tiers(World):
             used |= {p for spill in actor.core.spills if spill.asker == allocator for p in spill.pages}
             for read in actor.core.reads:
                 if read.granter == allocator and self.now < read.until:
-                    there = {p for p, found in zip(read.pages, read.there, strict=True) if found}
-                    used |= there - self.overdue
+                    used |= {p for p, found in zip(read.pages, read.there, strict=True) if found}
             for message in self.queues.get((allocator, actor.me), ()):
                 if isinstance(message, FetchWanted):
                     used |= {page.target for page in message.pages}

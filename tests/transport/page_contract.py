@@ -23,7 +23,7 @@ import trio
 import trio.testing
 
 from engine.shapes import PageRef
-from transport.page_hosts import PageParty
+from transport.page_hosts import PageParty, PinnedPages
 from transport.pages import PageCopy, PageFetch, PagePool, PagePools
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class PageWorld:
         self.sealed = True
         """Whether checksums were recorded."""
         self.pinned: Counter[PageRef] = Counter()
+        self.reads: list[list[PageRef]] = []
         self.asked: list[PageName] = []
         self.stored_targets: list[PageRef] = []
 
@@ -88,15 +89,18 @@ class PageWorld:
                 self.memory[start : start + self.page_bytes] = bytes(self.page_bytes)
         return valid
 
-    async def pin(self, names: Sequence[PageName]) -> list[bool]:
+    async def pin(self, names: Sequence[PageName]) -> PinnedPages:
         await trio.lowlevel.checkpoint()
         self.asked += names
         there = [self.key(name.page.index) == name.key and self.still_valid(name.page) for name in names]
-        self.pinned.update(name.page for name, pinned in zip(names, there, strict=True) if pinned)
-        return there
+        pages = [name.page for name, pinned in zip(names, there, strict=True) if pinned]
+        self.pinned.update(pages)
+        self.reads.append(pages)
+        return PinnedPages(len(self.reads) - 1, there)
 
-    def unpin(self, pages: Sequence[PageRef]) -> None:
-        self.pinned.subtract(pages)
+    def unpin(self, read: int) -> None:
+        self.pinned.subtract(self.reads[read])
+        self.reads[read] = []
 
     def checksum_of(self, page: PageRef) -> int | None:
         start = page.index * self.page_bytes
