@@ -347,7 +347,7 @@ class GatewayActor(Actor):
                     choice.finish("stop" if entry.log[-1] in entry.record.stop_tokens else "length")
                 else:
                     self._choices[entry.key] = choice
-            log.info(
+            log.warning(
                 "request_adopted", request_id=request.name, committed=len(first.log) - first.prompt_length
             )
             self._wait_for_reader(request)

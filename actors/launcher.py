@@ -102,7 +102,8 @@ class Launcher:
 
     def exited(self, incarnation: Incarnation, code: int, said: str) -> None:
         """The nest reaped an incarnation."""
-        log.info("process_exited", process=str(incarnation), code=code, said=said)
+        tell = log.warning if code else log.info
+        tell("process_exited", process=str(incarnation), code=code, **({"said": said} if said else {}))
         self.post.disconnect(incarnation.name)
         self._do(self.core.exited(incarnation, code, said, trio.current_time()))
 

@@ -103,5 +103,5 @@ def check_address(topology: Topology, host: str) -> None:
             reason = os.strerror(error.errno or 0)
             said = f"host.{host}.address = {table.address!r}: cannot listen there: {reason}"
             if error.errno == errno.EADDRNOTAVAIL:
-                said += f"; is this machine host {host}?"
+                said += f"; is this host {host}? Other addresses: --set host.{host}.address=…, on all hosts"
         raise StartError(said) from None

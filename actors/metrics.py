@@ -157,6 +157,10 @@ class RequestMetrics:
         for source in SOURCES:
             sources.add_metric((source,), self._prompt_sources[source])
         yield sources
+        known = self._prompt_sources.total() - self._prompt_sources["unknown"]
+        yield _counter("prefix_cache_queries", "Those of which it is known where they came from.", known)
+        found = known - self._prompt_sources["computed"]
+        yield _counter("prefix_cache_hits", "Of these, those that were found in the prefix cache.", found)
         success = CounterMetricFamily(
             f"{PREFIX}request_success", "Complete answers.", labels=("finished_reason",)
         )
@@ -196,7 +200,7 @@ PUBLISHED = (
     Family("scheduler", "counter", "placements", "Requests given a place.", {"placements": ""}),
     Family("scheduler", "gauge", "num_clients", "Clients with requests, by whether one of them waits.",
            {"clients": "present", "clients_waiting": "waiting"}, "state"),
-    Family("worker", "counter", "prefix_cache_hits",
+    Family("worker", "counter", "choice_tokens_shared",
            "Prompt tokens that were not computed, since another choice of the request has them.",
            {"positions_shared": ""}),
     Family("worker", "gauge", "worker_sequences", "Sequences on a worker, by state.",

@@ -69,7 +69,9 @@ class OtherHosts:
         self._send = send
         self._tickets = itertools.count(1)
         self._asked: dict[int, tuple[trio.Event, list[bool]]] = {}
-        self._fetchers: dict[str, PageFetcher] = {}
+        self._fetchers: dict[str, tuple[PageFetcher, trio.CancelScope]] = {}
+        """Of each host, and what ends it."""
+        self._starting = trio.Lock()
         self._sites: dict[str, PageSite] = {}
         self._nursery: trio.Nursery | None = None
         self._server = PageServer(me, self._pools, giver=self, on_error=_log_error)
@@ -92,7 +94,8 @@ class OtherHosts:
         """Where another host gives its pages; a new one when its replicator was started again."""
         if self._sites.get(site.host) != site:
             self._sites[site.host] = site
-            self._fetchers.pop(site.host, None)
+            if site.host in self._fetchers:
+                self._fetchers.pop(site.host)[1].cancel()
 
     # ── fetching ──────────────────────────────────────────────────────────────────────────────
 
@@ -124,13 +127,17 @@ class OtherHosts:
         return [Send(self._allocator, FetchEnded(message.ticket, landed, seconds))]
 
     async def _fetcher(self, host: str) -> PageFetcher | None:
-        if host not in self._fetchers and host in self._sites and self._nursery is not None:
-            site = self._sites[host]
-            connect = tcp_connector(site.address, site.port)
-            fetcher = PageFetcher(connect, self._me, self._pools, PATIENCE, peer_host=host)
-            self._fetchers[host] = fetcher
-            await self._nursery.start(fetcher.run)
-        return self._fetchers.get(host)
+        async with self._starting:
+            if host not in self._fetchers and host in self._sites and self._nursery is not None:
+                site = self._sites[host]
+                connect = tcp_connector(site.address, site.port)
+                fetcher = PageFetcher(connect, self._me, self._pools, PATIENCE, peer_host=host)
+                running = await self._nursery.start(_run, fetcher)
+                if site != self._sites[host]:
+                    running.cancel()
+                    return None
+                self._fetchers[host] = fetcher, running
+            return self._fetchers[host][0] if host in self._fetchers else None
 
     # ── giving (`transport.page_hosts.PageGiver`) ─────────────────────────────────────────────
 
@@ -170,6 +177,14 @@ class OtherHosts:
     def statistics(self) -> Statistics:
         given = self._server.statistics()
         return {"pages_given": given.given, "pages_not_given": given.absent, "page_clients": given.open}
+
+
+async def _run(fetcher: PageFetcher, *, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
+    """Have it fetch until the scope that it tells is cancelled."""
+    with trio.CancelScope() as running:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(fetcher.run)
+            task_status.started(running)
 
 
 def party_of(host: str, run_dir: str, identity: str) -> PageParty:

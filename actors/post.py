@@ -17,6 +17,7 @@ import msgspec
 import structlog
 import trio
 
+from engine.errors import StartError
 from engine.ids import Incarnation
 from engine.messages import RECEIVES, Hello, Join
 from transport.channel import Channel, ChannelFull, ProtocolError, decode_frame
@@ -77,10 +78,11 @@ class PostOffice:
     # ── who is there ──────────────────────────────────────────────────────────────────────────
 
     def connect(self, peer: Incarnation, endpoint: str) -> None:
-        """A peer is alive at this endpoint; its earlier incarnation is not."""
+        """A peer is alive at this endpoint; its earlier incarnation is not. StartError: it is no endpoint."""
+        outbox = self._links.connect(endpoint)
         self.disconnect(peer.name)
         self._newest[peer.name] = max(peer.epoch, self._newest.get(peer.name, 0))
-        self._peers[peer.name] = Peer(peer, Channel(self.me, peer), self._links.connect(endpoint))
+        self._peers[peer.name] = Peer(peer, Channel(self.me, peer), outbox)
         waiting, self._early = self._early, deque(maxlen=EARLY_FRAMES)
         for frame in waiting:
             self._take(frame)
@@ -210,7 +212,11 @@ class PostOffice:
         except MALFORMED:
             return
         if isinstance(hello, Hello | Join):
-            self.connect(incarnation, hello.endpoint)
+            try:
+                self.connect(incarnation, hello.endpoint)
+            except StartError as error:
+                self.counts["protocol_errors"] += 1
+                log.warning("hello_refused", peer=str(incarnation), error=str(error))
 
     def close(self) -> None:
         """Close the inbox and all outboxes."""

@@ -41,7 +41,9 @@ class Processes:
         self._running: dict[Incarnation, subprocess.Popen[bytes]] = {}
 
     def spawn(self, actor: Actor, incarnation: Incarnation) -> None:
-        """Start `python -m actors.run` with its boot record and descriptors.
+        """Start `python -m actors.run NAME@EPOCH` with its boot record and descriptors.
+
+        The name is for whoever looks at the process list.
 
         This must run in the launcher's main thread: the kernel's parent-death signal follows the
         thread that forked, and a worker thread would end long before the launcher does.
@@ -57,7 +59,7 @@ class Processes:
             with _open_errors(errors) as stderr:
                 start = stderr.tell()
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "actors.run"],
+                    [sys.executable, "-m", "actors.run", str(incarnation)],
                     stdin=subprocess.DEVNULL,
                     stdout=stderr,
                     stderr=stderr,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
@@ -38,6 +39,9 @@ T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 HIGH_WATER_MARK = 10_000
+RESERVED_DESCRIPTORS = 192
+"""What a gateway may need for itself: links to all actors and their reconnections, files, epoll."""
+FEWEST_CLIENTS = 64
 DOOR_GRACE_S = 0.8
 """What clients have from a gateway's last word to its doors' end."""
 
@@ -140,12 +144,17 @@ def open_backend(locks: WriterLocks, boot: Boot, pool: memoryview) -> Backend:
 
 
 async def serve_doors(boot: Boot, sessions: Sessions, shutdown: trio.Event) -> None:
-    """Serve HTTP and ZeroMQ on the sockets that the launcher bound."""
+    """Serve HTTP and ZeroMQ on the sockets that the launcher bound.
+
+    A descriptor that a client takes is one that the actor's own links may need: without it libzmq aborts.
+    """
     from actors.doors.http import serve_http
     from actors.doors.http_server import ServerLimits
     from actors.doors.zeromq import DoorLimits, serve_zeromq
 
     assert boot.listener is not None
+    for_clients = max(FEWEST_CLIENTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_DESCRIPTORS)
+    of_zeromq = min(DoorLimits().connections, for_clients // 4)
     max_body_bytes = boot.topology.gateway[boot.name].max_body_bytes
     http = partial(
         serve_http,
@@ -153,7 +162,7 @@ async def serve_doors(boot: Boot, sessions: Sessions, shutdown: trio.Event) -> N
         listener_fd=boot.listener,
         shutdown=shutdown,
         max_body_bytes=max_body_bytes,
-        limits=ServerLimits(grace_s=DOOR_GRACE_S),
+        limits=ServerLimits(grace_s=DOOR_GRACE_S, connections=for_clients - of_zeromq),
     )
     zeromq = partial(
         serve_zeromq,
@@ -161,7 +170,7 @@ async def serve_doors(boot: Boot, sessions: Sessions, shutdown: trio.Event) -> N
         listeners=boot.clients,
         shutdown=shutdown,
         max_body_bytes=max_body_bytes,
-        limits=DoorLimits(grace_s=DOOR_GRACE_S),
+        limits=DoorLimits(grace_s=DOOR_GRACE_S, connections=of_zeromq),
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(http)

@@ -138,6 +138,7 @@ class Allocator:
             # After its last life was lost, which may be told at once.
             if member.kind == "replicator":
                 self._fetches.replicator = (member.incarnation, self._owner(member.incarnation))
+                self._fetches.ordinal = member.ordinal
         self._pinned.lose(down)
         for departed in self._departed.values():
             departed.fences.difference_update(dead)

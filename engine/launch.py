@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import textwrap
 from contextlib import ExitStack, suppress
 
 if __name__ == "__main__":
@@ -22,6 +23,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, leave)
 
 import argparse
+import inspect
 import json
 import resource
 import time
@@ -57,7 +59,7 @@ from engine.errors import EstafetError, StartError, UsageError
 from engine.layout import Vitals
 from engine.model import ModelConfig, read_config
 from engine.supervision import Announce, raise_if_failed
-from engine.topology_file import NAMED_TABLES, parse
+from engine.topology_file import NAMED_TABLES, TABLES, explanations, parse
 from transport.segments import create_segment, map_segment
 from transport.writers import WriterLocks
 
@@ -116,8 +118,11 @@ class Launch:
         table = self.topology.allocator
         if not table.file_bytes:
             return None
-        default = cache_dir() / "pages" / f"{self.model_folder.name}.pages"
-        return str(Path(table.file).expanduser().absolute() if table.file else default)
+        if table.file:
+            return str(Path(table.file).expanduser().absolute())
+        folder = cache_dir() / "pages"
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(folder / f"{self.model_folder.name}.pages")
 
     def boot(self, launcher: Launcher, actor: Actor, incarnation: Incarnation) -> Boot:
         """What an incarnation is told."""
@@ -428,8 +433,11 @@ def check_descriptor(number: int | None) -> None:
             raise UsageError(f"--ready-fd {number}: no such descriptor was inherited") from None
 
 
+NOTE = "    # "
+
+
 def describe(topology: Topology) -> str:
-    """The resolved topology as TOML, every key shown, with the actors it makes."""
+    """The resolved topology as TOML, every key shown and explained, with the actors it makes."""
     lines = [
         f"# actors{host and f' of host {host}'}: "
         + ", ".join(f"{actor.name} ({actor.kind})" for actor in topology.actors(host))
@@ -437,12 +445,15 @@ def describe(topology: Topology) -> str:
     ]
     for key, table in msgspec.to_builtins(topology).items():
         named = key in NAMED_TABLES
+        kind = NAMED_TABLES[key] if named else TABLES[key]
+        explained = explanations(kind)
+        says = f"# {inspect.getdoc(kind)}"
         for name, values in table.items() if named else [(None, table)]:
-            lines += ["", f"[{key}.{name}]" if named else f"[{key}]"]
-            lines += [
-                f"{entry} = {json.dumps(value)}" if value is not None else f"# {entry} is not set"
-                for entry, value in values.items()
-            ]
+            lines += ["", *filter(None, [says]), f"[{key}.{name}]" if named else f"[{key}]"]
+            for entry, value in values.items():
+                lines.append(f"# {entry} is not set" if value is None else f"{entry} = {json.dumps(value)}")
+                lines += textwrap.wrap(explained[entry], 100, initial_indent=NOTE, subsequent_indent=NOTE)
+            says, explained = "", dict.fromkeys(explained, "")  # once for all tables of a kind
     return "\n".join(lines)
 
 

@@ -262,7 +262,7 @@ class Cached(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of a log whose pages were found, by where they were."""
 
     memory: int = 0
-    """Filled by the worker that takes them up, or by an earlier life of it."""
+    """Filled by the worker that takes them up, or by a life of it before, or brought for another request."""
     worker: int = 0
     """Filled by another worker of the host."""
     host: int = 0

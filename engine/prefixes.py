@@ -79,10 +79,10 @@ class Prefixes:
     def _where_from(self, filling: Filling, pages: Iterable[int]) -> Cached:
         """Tokens of the pages by where they were when this one asked."""
         table = self._pages.table
-        mine = self._ordinals[filling.source.name]
+        mine = {self._ordinals[filling.source.name], self._fetches.ordinal}
         count: Counter[str] = Counter()
         for page in pages:
-            here = "memory" if table.origin(page).ordinal == mine else "worker"
+            here = "memory" if table.origin(page).ordinal in mine else "worker"
             count[self._fetches.landed.get(page, here)] += table.page_tokens
         return Cached(count["memory"], count["worker"], count["host"], count["file"])
 

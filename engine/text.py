@@ -2,25 +2,25 @@
 
 Everything here is a fold over the token log, so a restarted gateway rebuilds it by replay.
 
-What a user writes never becomes a control token. A template puts role markers (control tokens)
-and contents into one text, so before rendering, `encode_chat` puts a *guard*, a run of a
-noncharacter longer than any in the messages, behind the first character of whatever in them
-spells a control token, or ends in the beginning of one that the neighbouring text might complete.
-In the rendered text control tokens are recognised first, the guards are removed second, and the
-texts between are encoded without control tokens. A text that spells none meets the template, and
-the tokeniser, exactly as it is. (Not guarded against: a template that deletes something from the
-middle of a content and thereby joins a control token, or itself writes a part of one; nor are
-user-defined tokens, such as marks of reasoning, which a caller may well write.)
+What a user writes never becomes a control token. A template puts role markers (control tokens) and
+contents into one text, so before rendering, `encode_chat` puts a *guard*, a letter that is in none
+of the messages, behind the first character of whatever in them spells a control token, or ends in
+the beginning of one that the neighbouring text might complete. In the rendered text control tokens
+are recognised first, the guards are removed second, and the texts between are encoded without
+control tokens. A text that spells none meets the template, and the tokeniser, exactly as it is.
+(Not guarded against: a template that deletes something from the middle of a content and thereby
+joins a control token, or itself writes a part of one; nor are user-defined tokens, such as marks of
+reasoning, which a caller may well write.)
 
-A final message that is to be continued gets a *mark* at its end, a run of another noncharacter, and
-the rendered text ends where the mark stands: whatever the template puts behind a content is gone, and
+A final message that is to be continued gets a *mark* at its end, another such letter, and the rendered
+text ends where the mark stands: whatever the template puts behind a content is gone, and
 contents that occur twice are no riddle.
 """
 
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -31,18 +31,17 @@ from engine.errors import ModelError
 from engine.model import TEMPLATE, TOKENIZER, read_config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
 __all__ = ["Detokenizer", "StopFilter", "TemplateError", "TextCodec"]
 
-GUARD = "\ufdd0"
-"""A noncharacter: no text has a reason to hold it, and if one does, the guard is made longer."""
-MARK = "\ufdd1"
-"""Another one, with the same remedy."""
+LETTERS = (range(0xFDD0, 0xFDF0), range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+"""Of guards and marks: noncharacters, which no text has a reason to hold, then those of private use."""
 SENTENCE_PIECE_SPACE = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _NOTHING = re.compile(r"(?!)")
+_RUN = re.compile(r"(.)\1*", re.DOTALL)
 
 
 class TextCodec:
@@ -130,11 +129,12 @@ class TextCodec:
         `continue_final_message`: the prompt ends with the last message's content instead of a new turn;
         where the template trims contents, white space at its end goes too.
         """
-        guard = _unused(GUARD, [messages, kwargs])
+        texts = list(_texts([messages, kwargs]))
+        guard = _unused(texts)
         guarded_messages: list[dict[str, object]] = self._guarded(messages, guard)
         guarded_kwargs: dict[str, object] = self._guarded(kwargs, guard)
         if continue_final_message:
-            mark = _unused(MARK, [messages, kwargs])
+            mark = _unused([*texts, guard])
             text = self._render_unfinished(guarded_messages, mark, now, guarded_kwargs)
         else:
             text = self.apply_template(guarded_messages, now=now, **guarded_kwargs)
@@ -240,10 +240,25 @@ def _without_prefix(tokenizer: Tokenizer) -> Tokenizer:
     return inner
 
 
-def _unused(letter: str, values: object) -> str:
-    """A run of a letter that is longer than any in the texts of a JSON-like value."""
-    runs = (run for text in _texts(values) for run in re.findall(f"{letter}+", text))
-    return letter * (max(map(len, runs), default=0) + 1)
+def _unused(texts: Sequence[str]) -> str:
+    """A letter that is in none of the texts; where all are in some, the shortest run of one that is in none.
+
+    Of one letter, and short: it stands at every control token that somebody spells, and a text of 1 MiB that
+    repeats one, and one of 40,000 guards, are no 10⁹ letters.
+    """
+    used = set().union(*texts)
+    for letter in _letters():
+        if letter not in used:
+            return letter
+    longest: dict[str, int] = {}
+    for run in chain.from_iterable(map(_RUN.finditer, texts)):
+        longest[run[1]] = max(longest.get(run[1], 0), len(run[0]))
+    letter = min(_letters(), key=longest.__getitem__)
+    return letter * (longest[letter] + 1)
+
+
+def _letters() -> Iterator[str]:
+    return map(chr, chain.from_iterable(LETTERS))
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -57,8 +57,11 @@ class KVTable(Table, frozen=True):
     """The pool of KV pages of this host."""
 
     page_tokens: Literal[8, 16, 32, 64] = 16
+    """Positions of a page."""
     pages: Annotated[int, msgspec.Meta(ge=2, le=1 << 24)] = 1024
+    """Pages of the pool; together they hold all sequences that run and all prompts that are found again."""
     dtype: KVDtype = "float16"
+    """What keys and values are rounded to: float32, float16, bfloat16, or float8 (with a scale each)."""
 
 
 class HostTable(Table, frozen=True, kw_only=True):
@@ -78,6 +81,7 @@ class GatewayTable(Table, frozen=True):
     on: str = ""
     """The host that it is on, where there are hosts."""
     host: str = "127.0.0.1"
+    """The address of HTTP and WebSocket clients: anybody who reaches it may ask."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 8000
     """0 takes a free one; the launcher prints it."""
     zmq_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None = None
@@ -88,6 +92,7 @@ class GatewayTable(Table, frozen=True):
     The last ones, a share of `scheduler.reserve`, are for clients that have none.
     """
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 1 << 20
+    """Of a request's body; a longer one is answered 413."""
     resume_grace_s: Seconds = 30.0
     """For so long a resumable request is kept when its client is gone."""
     resume_most: Count = 256
@@ -98,6 +103,7 @@ class WorkerTable(Table, frozen=True, kw_only=True):
     """One worker."""
 
     role: Role
+    """prefill computes prompts, decode generates, both does both."""
     on: str = ""
     """The host that it is on, where there are hosts."""
     backend: BackendName = "auto"
@@ -154,6 +160,7 @@ class HealthTable(Table, frozen=True):
     """When silence is death."""
 
     tick_s: Seconds = 0.25
+    """How often the launcher and the health monitor look whose heart goes on."""
     deadline_s: Seconds = 5.0
     """An actor whose event loop stands still for so long is killed and started again."""
 
@@ -165,12 +172,15 @@ class LaunchTable(Table, frozen=True):
     """How actors of this host talk: unix sockets in the run directory, or tcp on loopback. Where there are
     several hosts it is tcp at the host's address."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of the lines in the run directory's logs, and above."""
     start_s: Seconds = 60.0
     """All actors must be ready within this time."""
     drain_s: Seconds = 10.0
     """From the first signal to the end of everything at most; open requests may end meanwhile."""
     restart_first_s: Seconds = 0.1
+    """How long an actor that died waits until it is started again; twice as long after each failure."""
     restart_most_s: Seconds = 5.0
+    """The longest such wait."""
     restart_attempts: Count = 8
     """Failures in a row of one actor until the launcher gives up."""
 

@@ -5,10 +5,13 @@ Unknown keys are errors, and an error names the key, its value and what was expe
 
 from __future__ import annotations
 
+import ast
+import inspect
 import ipaddress
 import re
 import tomllib
 from copy import deepcopy
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -31,7 +34,7 @@ from engine.topology import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 TABLES: dict[str, type[Table]] = {
     "model": ModelTable,
@@ -75,6 +78,18 @@ def parse(text: str, source: str, settings: Sequence[str] = ()) -> Topology:
             _resolve(data, source)
             _resolve(changed, " ".join(f"--set {setting}" for setting in settings))
         raise
+
+
+def explanations(kind: type[Table]) -> dict[str, str]:
+    """What each key of a table means, in the words of its class."""
+    (body,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for entry, after in pairwise(body.body):
+        match entry, after:
+            case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str() as says)):
+                found[key] = " ".join(says.split())
+    return {key: found.get(key, "") for key in kind.__struct_fields__}
 
 
 def _resolve(data: dict[str, Any], source: str) -> Topology:
@@ -142,13 +157,19 @@ def _convert(data: object, kind: type[T], source: str, prefix: str) -> T:
         if key in data:
             choices = get_args(get_type_hints(kind)[key])
             if said.startswith("Invalid enum value"):
-                said = f"expected one of {', '.join(map(repr, choices))}"
+                said = f"expected one of {', '.join(map(repr, _words(choices)))}"
             said = said.replace("`", "").replace("Expected", "expected")
             raise _wrong(f"{source}: {prefix}.{key} = {_show(data[key])}: {said}") from None
         missing = re.fullmatch("Object missing required field `(.*)`", said)
         if missing:
             said = f"the key {missing[1]!r} is needed"
         raise _wrong(f"{source}: {prefix}: {said}") from None
+
+
+def _words(choices: Iterable[object]) -> Iterator[object]:
+    """The words of a Literal, and of those that it is made of."""
+    for choice in choices:
+        yield from _words(inside) if (inside := get_args(choice)) else (choice,)
 
 
 def _convert_entries(entries: dict[str, object], kind: object, prefix: str) -> None:

@@ -521,7 +521,7 @@ def items_of(
     if kind == "bf16":
         bits = round_bf16(values)
         if ((bits & 0x7FFF) == 0x7F80).any():
-            raise tensor.wrong("holds a number beyond bfloat16")
+            raise tensor.wrong("holds a number beyond bfloat16", "it has to stay in fp32")
         return bits, none
     return quantize(values, kind, maximum)
 

@@ -116,9 +116,9 @@ class StoredTensor:
             raise stored.wrong("holds a scale that is NaN, infinite, zero or negative")
         return scales
 
-    def wrong(self, what: str) -> ModelError:
+    def wrong(self, what: str, remedy: str = "fetch the model again") -> ModelError:
         """The error to raise for numbers that cannot be computed with."""
-        return ModelError(f"{self.info.path}: tensor {self.name} {what}; fetch the model again")
+        return ModelError(f"{self.info.path}: tensor {self.name} {what}; {remedy}")
 
     def _floats(self, start: int, stop: int) -> Weight:
         data, shape = self._bytes(start, stop), (stop - start, *self.info.shape[1:])

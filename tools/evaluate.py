@@ -522,8 +522,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
         place = one["decode_ms"]["1"], one["kl_mean"]
         axes.scatter(*place, s=400 * one["model_bytes"] / largest, alpha=0.5)
         axes.annotate(one["weights"], place, ha="right" if place[0] > slowest / 2 else "left", va="bottom")
-    axes.set_yscale("symlog", linthresh=1e-6)
+    least = min((one["kl_mean"] for one in others if one["kl_mean"] > 0), default=1e-6)
+    axes.set_yscale("symlog", linthresh=10 ** np.floor(np.log10(least)))
     axes.set_xlim(0, 1.1 * slowest)
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.3)
     axes.set_xlabel("decode of one sequence, ms a token")
     axes.set_ylabel(f"mean KL from {report['reference']}, nats")
     axes.set_title(f"{report['model']}: areas are bytes")

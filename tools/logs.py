@@ -21,6 +21,7 @@ from tools.logreader.choice import (
     check_actors,
     choose_request,
     find_logs,
+    neighbours,
     parse_since,
 )
 from tools.logreader.records import LogFolder, Record
@@ -185,7 +186,9 @@ def show_all(
     elif options.lines:
         printer.lines(filter(passes, folder.records()), at_once=False)
     elif not printer.lives(_cut_off(list_lives(folder.records(), passes), run_dir)):
-        say(f"no request to list in {folder.path}")
+        say(f"no request to list in {folder.path}; its lines: --lines")
+        for other in neighbours(run_dir):
+            say(f"{other} runs too")
 
 
 def _cut_off(lives: Iterable[Life], run_dir: Path) -> Iterator[Life]:

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 GLYPHS = "·░▒▓█!"
 COLOURS = ("grey", "cyan", "yellow", "yellow", "green", "red")
-REQUESTS_SHARE = 3
-"""Requests get a third of the lines at most, the map the rest."""
+APART = "   "
+WIDTH = 100
+"""Of a table."""
+REQUESTS_SHARE = SUMS_SHARE = 3
+"""Requests get a third of the lines at most, and so do sums; the map has the rest."""
 
 Line = list[tuple[str, str | None]]
 """Pieces of text and their colours."""
@@ -63,30 +66,38 @@ def map_lines(shown: Grid) -> list[Line]:
     return lines
 
 
-def census_line(look: Look) -> Line:
+def census(look: Look) -> list[Line]:
     """Every kind with its sign and number; they add up to the last."""
-    line: Line = []
-    for kind, (name, number) in enumerate(look.census.items()):
-        line += [(GLYPHS[kind], COLOURS[kind]), (f" {name} {number:,}   ", None)]
-    return [*line, (f"of {len(look.kinds):,}", "bold")]
+    signs = zip(GLYPHS, COLOURS, look.census.items(), strict=True)
+    parts: list[Line] = [[(sign, colour), (f" {name} {n:,}", None)] for sign, colour, (name, n) in signs]
+    return [*parts, [(f"of {len(look.kinds):,}", "bold")]]
 
 
-def said_line(look: Look) -> Line:
+def said(look: Look) -> list[Line]:
     """What only the allocator knows."""
-    said = look.said
 
     def number(name: str) -> str:
-        return f"{said.get(name, 0):,.0f}"
+        return f"{look.said.get(name, 0):,.0f}"
 
-    return [
-        (
-            f"pinned {number('pinned')}, for clients {number('kept')}   in the file {number('in_file')}   "
-            f"coming {number('fetching')}, going {number('spilling')}   "
-            f"so far: found {number('hit')}, evicted {number('evicted')}, "
-            f"taken back from the dead {number('reclaimed')}",
-            "grey",
-        )
-    ]
+    parts = (
+        f"pinned {number('pinned')}, for clients {number('kept')}",
+        f"in the file {number('in_file')}",
+        f"coming {number('fetching')}, going {number('spilling')}",
+        f"so far: found {number('hit')}, evicted {number('evicted')}, "
+        f"taken back from the dead {number('reclaimed')}",
+    )
+    return [[(part, "grey")] for part in parts]
+
+
+def flow(parts: Iterable[Line], width: int) -> list[Line]:
+    """Parts beside each other, on as many lines as they need."""
+    lines: list[Line] = [[]]
+    for part in parts:
+        room = width - sum(len(text) for text, _ in lines[-1]) - len(APART)
+        if lines[-1] and room < sum(len(text) for text, _ in part):
+            lines.append([])
+        lines[-1] += [(APART, None), *part] if lines[-1] else part
+    return lines
 
 
 def request_lines(look: Look, most: int) -> list[Line]:
@@ -110,7 +121,8 @@ def request_lines(look: Look, most: int) -> list[Line]:
 def frame(title: str, look: Look, width: int, height: int) -> list[Line]:
     """A picture of at most so many columns and lines."""
     requests = request_lines(look, height // REQUESTS_SHARE)
-    rows = height - 5 - len(requests)
+    sums = [*flow(census(look), width), *flow(said(look), width)][: height // SUMS_SHARE]
+    rows = height - 3 - len(sums) - len(requests)
     shown = grid(look.kinds, width, rows)
     each = shown.pages_per_cell
     scale = "a cell is a page" if each == 1 else f"a cell is {each:,} pages, drawn as most of them are"
@@ -118,7 +130,7 @@ def frame(title: str, look: Look, width: int, height: int) -> list[Line]:
         (title, "bold"),
         (f"   {len(look.kinds):,} pages of {look.page_tokens} tokens; {scale}", None),
     ]
-    lines = [head, *map_lines(shown), census_line(look), said_line(look), [], *requests]
+    lines = [head, *map_lines(shown), *sums, [], *requests]
     return [clip(line, width) for line in lines[: max(1, height - 1)]]
 
 
@@ -140,23 +152,23 @@ def painted(lines: Iterable[Line], paint: Paint) -> list[str]:
 
 def numbers(look: Look) -> str:
     """Everything that adds up, in one line."""
-    said, census = look.said, look.census
-    states = " ".join(f"{name} {number}" for name, number in census.items())
-    kept = " ".join(f"{name} {said.get(name, 0):.0f}" for name in ("pinned", "in_file", "hit", "evicted"))
+    states = " ".join(f"{name} {number}" for name, number in look.census.items())
+    figures = ("pinned", "in_file", "hit", "evicted")
+    kept = " ".join(f"{name} {look.said.get(name, 0):.0f}" for name in figures)
     return f"total {len(look.kinds)} {states} {kept}"
 
 
 def table(title: str, look: Look) -> list[str]:
     """All numbers, for a person who does not want a picture."""
-    census = look.census
-    used = sum(census[name] for name in ("leased", "open", "held"))
+    count = look.census
+    used = sum(count[name] for name in ("leased", "open", "held"))
     lines = [
         f"{title}: {len(look.kinds):,} pages of {look.page_tokens} tokens",
-        *(f"  {name:<12} {census[name]:>9,}" for name in ("free", "cached")),
+        *(f"  {name:<12} {count[name]:>9,}" for name in ("free", "cached")),
         f"  {'used':<12} {used:>9,}",
-        *(f"    {name:<10} {census[name]:>9,}" for name in ("leased", "open", "held")),
-        f"  {'quarantined':<12} {census['quarantined']:>9,}",
-        "".join(text for text, _ in said_line(look)),
+        *(f"    {name:<10} {count[name]:>9,}" for name in ("leased", "open", "held")),
+        f"  {'quarantined':<12} {count['quarantined']:>9,}",
+        *_plain(flow(said(look), WIDTH)),
     ]
     return [*lines, *_plain(request_lines(look, len(look.shares) + 2))]
 

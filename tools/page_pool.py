@@ -34,6 +34,8 @@ KINDS = ("free", "cached", "leased", "open", "held", "quarantined")
 FREE, CACHED, LEASED, OPEN, HELD, QUARANTINED = range(len(KINDS))
 USED = (LEASED, OPEN, HELD)
 
+BROUGHT = "(brought)"
+"""In place of a request: pages on their way here from the file or another host."""
 SAID = (
     "pages_pinned", "pages_kept", "prefixes_pinned", "pages_in_file", "pages_fetching", "pages_spilling",
     "pages_hit", "pages_evicted", "pages_reclaimed", "pages_from_file", "pages_from_host", "fences_waiting",
@@ -169,8 +171,9 @@ class Pool:
             np.bincount(numbers, slots).astype(int).tolist(),
         )
         shares = [
-            Share(request_name(request), choice, self.name(Owner(by >> 32, by & MASK32)), *counts)
+            Share(BROUGHT if who.startswith("replicator") else request_name(request), choice, who, *counts)
             for request, choice, by, *counts in zip(*columns, strict=True)
+            for who in (self.name(Owner(by >> 32, by & MASK32)),)
         ]
         return sorted(shares, key=lambda share: (-share.pages, share.request, share.choice))
 

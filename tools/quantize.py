@@ -41,6 +41,7 @@ from kernels.quantize import decode_bf16, dequantize, round_bf16
 from kernels.safetensors_file import ITEM_BYTES, safetensors_header
 from kernels.source import E4M3
 from kernels.weights import EMBEDDING, HEAD, SCALES_SUFFIX, STORED_KINDS, read_stored, scales_shape
+from tools.fetch import default_model
 from tools.install import say
 
 if TYPE_CHECKING:
@@ -398,7 +399,9 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "source", type=Path, metavar="IN", help="a GGUF file, a Hugging Face folder or a prepared folder"
+        "source",
+        metavar="IN",
+        help="a GGUF file, a Hugging Face folder, a prepared folder, or default: SmolLM2-135M-Instruct",
     )
     parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write")
     parser.add_argument(
@@ -413,7 +416,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="replace OUT, if it is a Hugging Face folder")
     options = parser.parse_args(arguments)
     try:
-        report = quantize_model(options.source, options.target, options.head, force=options.force)
+        source = default_model(cache_dir(), True) if options.source == "default" else Path(options.source)
+        report = quantize_model(source, options.target, options.head, force=options.force)
     except EstafetError as error:
         say(str(error))
         return error.exit_code

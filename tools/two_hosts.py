@@ -60,6 +60,11 @@ def run(pair: TwoHosts, topology: str, arguments: Sequence[str]) -> int:
     Ctrl-C is told to host a, which stops host b; what does not stop is killed.
     """
     launch = (sys.executable, "-m", "engine.launch", topology, *arguments)
+    print(
+        "estafet: each host has a loopback device of its own: reach what listens there by "
+        f"`python -m tools.two_hosts exec {next(iter(HOSTS))} curl http://127.0.0.1:8000/…`",
+        file=sys.stderr,
+    )
     running: list[subprocess.Popen[bytes]] = []
     try:
         # Last first: in whatever order, and whoever waits shows it.

@@ -59,6 +59,8 @@ class PageDisk:
             except BaseException:
                 os.close(self._fd)
                 raise
+        except FileNotFoundError:
+            raise StartError(f"cannot keep pages in {path}: make the folder {path.parent} first") from None
         except OSError as error:
             raise StartError(f"cannot keep pages in {path}: {error.strerror}") from None
         self._buffers = [mmap.mmap(-1, form.slot_bytes) for _ in range(parallel)]

@@ -62,6 +62,7 @@ def _invalid(error: msgspec.ValidationError) -> ApiError:
         # The two fields that have such: a message's role, and the type of a piece of its content.
         names = get_args(Role) if path.endswith("role") else ("text",)
         what = f"{what.removeprefix('Invalid enum value ')} is none of {', '.join(names)}"
+    what = what if len(what) <= 300 else f"{what[:300]}…"
     # The values of a map have no better path than [...].
     param = path.removesuffix("[...]")[:200]
     if not param:

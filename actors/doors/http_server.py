@@ -8,7 +8,6 @@ closing breaks pending sends at once, and an exception in one connection stays i
 
 from __future__ import annotations
 
-import resource
 import socket
 import struct
 from dataclasses import dataclass
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 BACKLOG = 512
-MIN_CONNECTIONS = 16
-RESERVED_DESCRIPTORS = 192
-"""What the rest of the process may need: links to all actors and their reconnections, files, epoll."""
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -51,14 +47,9 @@ _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER value that makes close() drop unsent data and reset the connection."""
 
 
-def descriptor_limit() -> int:
-    """Descriptors that this process may have."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """How long the server waits for clients, in seconds."""
+    """How long the server waits for clients, in seconds, and for how many."""
 
     grace_s: float = 5.0
     """After shutdown: for responses in progress to end before their connections are reset."""
@@ -66,6 +57,8 @@ class ServerLimits:
     """For a client that does not read what was sent to it."""
     idle_s: float = 60.0
     """For the next request on a connection that is kept alive."""
+    connections: int = 4096
+    """Beyond so many nobody is let in."""
 
 
 class Connection:
@@ -220,7 +213,7 @@ async def serve_app(
     config.keep_alive_timeout = limits.idle_s
     config.websocket_max_message_size = max_message_bytes
     context = WorkerContext(None)
-    connections = _Connections(max(MIN_CONNECTIONS, descriptor_limit() - RESERVED_DESCRIPTORS))
+    connections = _Connections(limits.connections)
     wrapped = ASGIWrapper(app)
 
     async def handle(stream: trio.SocketStream) -> None:

@@ -10,7 +10,8 @@ connection: a client that connects again takes another, and resumes.
     vanish                                      the same, at the next message to it
     send what is no message, or too large       an answer
     send what is far too large                  its connection (libzmq closes it, so nobody can answer)
-    be one too many                             an answer
+    be one too many                             an answer, or without a word its connection
+    connect and say nothing                     its connection, after `peer_silence_s` without a handshake
 
 ROUTER does not tell of clients that go, hence the silence: a client with open streams pings.
 """
@@ -29,6 +30,7 @@ import zmq
 from actors.doors.intake import Intake
 from actors.doors.stream_messages import begun_by
 from actors.doors.streams import StreamPeer
+from actors.doors.zeromq_connections import ZeroMQConnections
 from engine.stream_protocol import Failed, StreamError, encode
 from transport.zmq_socket import ZmqSocket
 
@@ -61,6 +63,8 @@ class DoorLimits(msgspec.Struct, frozen=True):
     """How much patience the door has, and how many clients."""
 
     peers: int = 1024
+    connections: int = 1152
+    """Of those too who have said nothing yet; beyond them connections are shut down."""
     peer_silence_s: float = 10.0
     sweep_s: float = 1.0
     grace_s: float = 0.8
@@ -80,6 +84,7 @@ async def serve_zeromq(
     `listeners`: endpoints (`tcp://…`, `ipc://…`) and the descriptors that listen there already, which
     become the door's.
     """
+    limits = limits or DoorLimits()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     router = context.socket(zmq.ROUTER)
     try:
@@ -92,6 +97,8 @@ async def serve_zeromq(
         router.setsockopt(zmq.MAXMSGSIZE, FAR_TOO_LARGE * (max_body_bytes + ENVELOPE_BYTES))
         router.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         router.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
+        router.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * limits.peer_silence_s))
+        connections = ZeroMQConnections(router, listeners.values(), limits.connections)
         for endpoint, descriptor in listeners.items():
             router.setsockopt(zmq.IPV6, int("[" in endpoint))
             router.setsockopt(zmq.USE_FD, descriptor)
@@ -101,13 +108,15 @@ async def serve_zeromq(
         try:
             async with trio.open_nursery() as nursery:
                 most_bytes = max_body_bytes + ENVELOPE_BYTES
-                door = ZeroMQDoor(sessions, socket, nursery, most_bytes, limits or DoorLimits())
+                door = ZeroMQDoor(sessions, socket, nursery, most_bytes, limits)
+                nursery.start_soon(connections.watch)
                 nursery.start_soon(door.receive)
                 nursery.start_soon(door.sweep)
                 await shutdown.wait()
                 await door.finish()
                 nursery.cancel_scope.cancel()
         finally:
+            connections.close()
             socket.close(linger_ms=LINGER_MS)
     finally:
         router.close(linger=LINGER_MS)

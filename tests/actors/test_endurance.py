@@ -14,7 +14,6 @@ import msgspec
 import pytest
 import trio
 
-from actors.doors import http_server
 from actors.doors.http_server import ServerLimits, serve_app
 from actors.logs import LossyStream
 from actors.processes import _last_line, _open_errors
@@ -79,10 +78,7 @@ def test_a_run_directory_that_somebody_removed_is_closed_all_the_same(tmp_path: 
     run.close()
 
 
-async def test_clients_cannot_take_the_descriptors_that_the_actor_needs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(http_server, "descriptor_limit", lambda: http_server.RESERVED_DESCRIPTORS + 20)
+async def test_clients_cannot_take_the_descriptors_that_the_actor_needs() -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     shutdown = trio.Event()
     with trio.fail_after(20), listening:
@@ -93,7 +89,7 @@ async def test_clients_cannot_take_the_descriptors_that_the_actor_needs(
                     _never,  # type: ignore[arg-type]
                     listener_fd=listening.fileno(),
                     shutdown=shutdown,
-                    limits=ServerLimits(grace_s=0.1),
+                    limits=ServerLimits(grace_s=0.1, connections=20),
                     max_message_bytes=1000,
                 )
 

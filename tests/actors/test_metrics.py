@@ -131,7 +131,7 @@ def test_published_figures_are_shown_by_actor() -> None:
     assert pages == {"free": 30, "cached": 2, "leased": 4, "open": 8}
     assert found["worker_sequences", "decode", "decode"] == 2
     assert found["backend_busy_seconds_total", "decode"] == 6
-    assert found["prefix_cache_hits_total", "decode"] == 48
+    assert found["choice_tokens_shared_total", "decode"] == 48
     assert [found["step_time_seconds_sum", "decode", phase] for phase in PHASES] == [1, 2, 3]
     assert [found["step_time_seconds_count", "decode", phase] for phase in PHASES] == [10, 20, 30]
     assert found["weight_bytes_read_total", "decode"] == 65_000
@@ -182,6 +182,7 @@ def test_prompt_tokens_are_told_apart_by_where_they_came_from() -> None:
     sources = {source: found["prompt_tokens_by_source_total", source] for source in SOURCES}
     assert sources == {"computed": 9, "memory": 2, "worker": 3, "host": 1, "file": 0, "unknown": 7}
     assert sum(sources.values()) == found["prompt_tokens_total",]
+    assert (found["prefix_cache_hits_total",], found["prefix_cache_queries_total",]) == (6, 15)
 
 
 async def test_the_door_shows_metrics_as_plain_text_whatever_is_asked_for() -> None:

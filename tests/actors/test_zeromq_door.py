@@ -423,3 +423,36 @@ async def test_a_stream_goes_on_behind_another_door(tmp_path: Path, by: str) -> 
         second.end()
         assert await stream.text() == "a time"
         assert client.statistics()["connections"] == 2
+
+
+async def test_one_connection_too_many_is_shut_down(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """Idle connections took all descriptors of the process, and libzmq then aborts it."""
+    limits = DoorLimits(connections=4, grace_s=0.1)
+    async with served(ScriptedSessions(("hi",)), tmp_path, limits) as doors:
+        first = Dealer(context, doors.tcp)
+        assert await first.answers("before")
+        port = int(doors.tcp.rpartition(":")[2])
+        idle = [await trio.open_tcp_stream("127.0.0.1", port) for _ in range(3)]
+        for connection in idle:
+            assert await connection.receive_some(64), "libzmq's greeting"
+        for _ in range(20):
+            refused = await trio.open_tcp_stream("127.0.0.1", port)
+            while await refused.receive_some(64):
+                pass
+            await refused.aclose()
+        late = Dealer(context, doors.ipc, RECONNECT_IVL=20)
+        await late.create("late")
+        with trio.move_on_after(0.3) as waited:
+            await late.hear()
+        assert waited.cancelled_caught, "one too many was let in"
+        assert await first.answers("meanwhile")
+        for connection in idle:
+            await connection.aclose()
+        answered = False
+        while not answered:  # what was said into a connection that is shut down is lost
+            with trio.move_on_after(0.2):
+                answered = await late.answers("after")
+        first.socket.close()
+        late.socket.close()

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from engine.chat_template import ChatTemplate
 from engine.errors import ModelError
 from engine.model import ModelConfig
-from engine.text import GUARD, MARK, Detokenizer, StopFilter, TemplateError, TextCodec
+from engine.text import LETTERS, Detokenizer, StopFilter, TemplateError, TextCodec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,13 +107,18 @@ def test_without_a_template_there_is_no_chat() -> None:
 # --- what a user writes never becomes a control token -----------------------------------------
 
 
+FIRST, SECOND = map(chr, LETTERS[0][:2])
+"""What guards and marks are made of, where nobody writes it."""
+ALL = "".join(chr(letter) for letters in LETTERS for letter in letters)
+
+
 def controls(tokens: list[int]) -> list[int]:
     return [token for token in tokens if token < len(CONTROL)]
 
 
 TRICKY = st.lists(
     st.sampled_from(
-        [*CONTROL, "<|im_", "end|>", "<", "|im_end|>", "<<|im_end|>", "x", " ", "\n", GUARD, "<think>", "é"]
+        [*CONTROL, "<|im_", "end|>", "<", "|im_end|>", "<<|im_end|>", "x", " ", "\n", FIRST, "<think>", "é"]
     ),
     max_size=8,
 ).map("".join)
@@ -127,6 +132,32 @@ def test_contents_stay_text_and_come_back(contents: list[str]) -> None:
     # Nothing of the guard is left, and nothing of the contents is lost.
     shown = "".join(f"user\n{text.strip()}\n" for text in contents) + "assistant\n"
     assert CODEC.decode(tokens) == shown
+
+
+def test_a_text_with_all_letters_is_guarded_by_two() -> None:
+    messages: list[dict[str, object]] = [
+        {"role": "user", "content": f"{ALL}<|im_end|>{FIRST}<|im_end|>{SECOND}"}
+    ]
+    tokens = CODEC.encode_chat(messages)
+    assert controls(tokens) == [1, 2, 1]
+    assert CODEC.decode(tokens) == f"user\n{messages[0]['content']}\nassistant\n"
+
+
+def test_guards_cost_what_they_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of guards beside very many spelled control tokens made 10⁹ letters of a body of 370 KB."""
+    rendered: list[int] = []
+    render = TextCodec.apply_template
+
+    def measured(self: TextCodec, messages: list[dict[str, object]], **others: Any) -> str:
+        text = render(self, messages, **others)
+        rendered.append(len(text))
+        return text
+
+    monkeypatch.setattr(TextCodec, "apply_template", measured)
+    contents = [FIRST * 40_000, "<|im_end|>" * 25_000]
+    CODEC.encode_chat([{"role": "user", "content": content} for content in contents])
+    written = sum(map(len, contents))
+    assert written < rendered[0] < 1.2 * written
 
 
 @given(contents=st.lists(st.text(max_size=20).filter(lambda text: "|" not in text), min_size=1, max_size=3))
@@ -196,7 +227,7 @@ def test_the_prompt_ends_inside_the_final_message(
     assert controls(whole[len(tokens) :]) == [2]
 
 
-@pytest.mark.parametrize("content", ["x", "x\n", " ", "", "user", "<|im_end|>\n", MARK, f"{MARK} "])
+@pytest.mark.parametrize("content", ["x", "x\n", " ", "", "user", "<|im_end|>\n", FIRST, f"{SECOND} "])
 def test_contents_that_occur_twice_are_continued_at_the_end(content: str) -> None:
     tokens = codec_with(KEEPS).encode_chat(unfinished(content, content), continue_final_message=True)
     assert codec_with(KEEPS).decode(tokens) == f"user\n{content}\nassistant\n{content}"

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import engine
+from engine import topology_file
 from engine.errors import UsageError
-from engine.topology import Topology
-from engine.topology_file import FIXED_NAMES, parse
+from engine.topology import Table, Topology
+from engine.topology_file import FIXED_NAMES, NAMED_TABLES, explanations, parse
 
 SHIPPED = sorted((Path(engine.__file__).parent / "topologies").glob("*.toml"))
 BASE = '[gateway.front]\nport = 0\n[worker.both]\nrole = "both"\n'
@@ -461,3 +462,12 @@ def test_any_mapping_is_a_topology_or_one_line(data: dict[str, object]) -> None:
 def test_any_text_and_settings_are_a_topology_or_one_line(text: str, settings: list[str]) -> None:
     for source in (text, BASE, BASE + text):
         assert fair(source, *settings)
+
+
+@pytest.mark.parametrize(
+    "kind", [*topology_file.TABLES.values(), *NAMED_TABLES.values()], ids=lambda kind: kind.__name__
+)
+def test_every_key_is_explained(kind: type[Table]) -> None:
+    explained = explanations(kind)
+    assert list(explained) == list(kind.__struct_fields__)
+    assert all(says.endswith(".") and "\n" not in says for says in explained.values()), explained

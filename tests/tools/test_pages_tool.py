@@ -202,10 +202,12 @@ def test_the_sums_are_below_the_map_and_requests_below_them() -> None:
     assert lines[0] == "launch   40 pages of 8 tokens; a cell is a page"
     assert lines[1] == GLYPHS[OPEN] * 9 + GLYPHS[FREE] * 31
     assert lines[2].endswith("▓ open 9   █ held 0   ! quarantined 0   of 40")
-    assert lines[5].startswith("request")
-    assert lines[6].split() == [request_name(1), "1", "4", "4", "both@1"]
+    assert lines[3].startswith("pinned 0")
+    assert lines[4] == "so far: found 0, evicted 0, taken back from the dead 0", "nothing is cut off"
+    assert lines[6].startswith("request")
+    assert lines[7].split() == [request_name(1), "1", "4", "4", "both@1"]
     assert lines[-1] == "3 more with 3 pages"
-    assert len(table("launch", look)) == 9 + 1 + 9
+    assert len(table("launch", look)) == 10 + 1 + 9
     assert numbers(look).startswith("total 40 free 31 cached 0 leased 0 open 9 held 0 quarantined 0")
 
 

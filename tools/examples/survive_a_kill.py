@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trio
 
-from engine.client import Client, Piece
+from engine.client import Client, NoEndpoint, Piece
 from tools.observe import lives
 
 QUESTION = "What is the capital of France? Tell me its history."
@@ -53,4 +53,7 @@ def kill_gateway(endpoint: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(trio.run(main))
+    try:
+        sys.exit(trio.run(main))
+    except NoEndpoint as error:
+        sys.exit(str(error))

@@ -6,7 +6,7 @@ import re
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from actors.rundir import LOCK, LOGS, default_base
+from actors.rundir import LOCK, LOGS, default_base, is_alive
 from tools.logreader.records import LEVELS, find_requests
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ def find_logs(given: Path | None) -> tuple[Path, Path]:
     if given is not None and any(given.glob("*.jsonl")):
         return given.parent, given
     raise CannotRead(f"{base}: has no logs of a launch; name a run directory")
+
+
+def neighbours(run_dir: Path) -> list[Path]:
+    """Other launches that run: of a topology of several hosts each has its own run directory."""
+    return sorted(path for path in run_dir.parent.glob("*") if path != run_dir and is_alive(path))
 
 
 def _age(run_dir: Path) -> float:

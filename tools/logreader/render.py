@@ -235,7 +235,8 @@ def timeline_head(life: Life, paint: Paint) -> str:
 
 def timeline_foot(life: Life, paint: Paint) -> str:
     """The last line of a timeline: the whole life in one sentence."""
-    state = life.state or f"still {life.stage}"
+    still = "what its gateway says is not here" if life.prompt_tokens is None else f"still {life.stage}"
+    state = life.state or still
     said = [
         paint(state, STATE_COLOURS.get(state, "yellow")),
         f"{_prompt(life)} prompt + {_tokens(life)} tokens",
