@@ -42,6 +42,8 @@ def test_a_file_keeps_pages(tmp_path: Path, model_folder: Path) -> None:
         text, where = ask(launch, SIGHTS[0])
         assert text == told[SIGHTS[0]]
         assert where["file"] > 300, where
+        _, again = ask(launch, SIGHTS[0])
+        assert (again["memory"], again["worker"]) == (where["file"] + where["memory"], 0), again
 
         launch.wait_restarted(launch.kill("replicator"), "replicator")
         wait_until(
