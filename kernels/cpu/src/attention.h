@@ -262,10 +262,10 @@ inline void copy_block(const Pool& pool, const Places& places, const Places& the
 inline void turn_keys(const float* keys, int count, int wide, float* columns) {
     for (int j = 0; j < KEYS; j += LANES)
         for (int d = 0; d < wide; d += LANES) {
-            Lanes square[LANES];
+            Lanes square[LANES], turned[LANES];
             for (int i = 0; i < LANES; i++) square[i] = j + i < count ? load(keys + size_t(j + i) * wide + d) : zero();
-            turn(square);
-            for (int i = 0; i < LANES; i++) store(columns + size_t(d + i) * KEYS + j, square[i]);
+            turn(square, LANES, turned);
+            for (int i = 0; i < LANES; i++) store(columns + size_t(d + i) * KEYS + j, turned[i]);
         }
 }
 

@@ -106,27 +106,27 @@ void spread_as(const float* numbers, size_t apart, int count, int first, float* 
     const int places = (count + each - 1) / each;
     float* out = tile + size_t(first / each) * rows;
     float* const end = out + size_t(places) * rows;  // behind it others write
+    Lanes lying[LANES], columns[LANES];
+    for (auto& row : lying) row = zero();
     for (int place = 0; place < places; place += LANES) {
-        Lanes square[LANES];
         const int left = count - place * each;
-        for (int r = 0; r < LANES; r++)
-            square[r] = r < rows ? places_of<how>(numbers + r * apart + place * each, left) : zero();
-        if (rows > 1) turn(square);
+        for (int r = 0; r < rows; r++) lying[r] = places_of<how>(numbers + r * apart + place * each, left);
         const int here = places - place < LANES ? places - place : LANES;
         if (rows == 1) {
             if (here == LANES)
-                store(out, square[0]);
+                store(out, lying[0]);
             else
-                store_first(out, here, square[0]);
+                store_first(out, here, lying[0]);
             out += here;
             continue;
         }
+        turn(lying, rows, columns);
         // A whole vector covers the places of the next numbers too, which are written after it.
         for (int i = 0; i < here; i++, out += rows) {
             if (end - out >= LANES)
-                store(out, square[i]);
+                store(out, columns[i]);
             else
-                store_first(out, rows, square[i]);
+                store_first(out, rows, columns[i]);
         }
     }
 }

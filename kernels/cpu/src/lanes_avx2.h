@@ -109,18 +109,21 @@ inline void turn_eight(__m256 a[8]) {
     }
     for (int i = 0; i < 8; i++) a[i] = t[i];
 }
-inline void turn(Lanes x[16]) {
-    __m256 quarters[4][8];
-    for (int i = 0; i < 8; i++) {
-        quarters[0][i] = x[i].a;
-        quarters[1][i] = x[i].b;
-        quarters[2][i] = x[i + 8].a;
-        quarters[3][i] = x[i + 8].b;
-    }
-    for (auto& quarter : quarters) turn_eight(quarter);
-    for (int i = 0; i < 8; i++) {
-        x[i] = {quarters[0][i], quarters[2][i]};
-        x[i + 8] = {quarters[1][i], quarters[3][i]};
+// The first `rows` of sixteen rows become columns; the others are zero.
+inline void turn(const Lanes x[16], int rows, Lanes out[16]) {
+    __m256 quarters[2][8];
+    for (int half = 0; half < 2; half++) {
+        const Lanes* of = x + 8 * half;
+        if (8 * half >= rows) {
+            for (int i = 0; i < 16; i++) out[i].b = _mm256_setzero_ps();
+            return;
+        }
+        for (int i = 0; i < 8; i++) {
+            quarters[0][i] = of[i].a;
+            quarters[1][i] = of[i].b;
+        }
+        for (auto& quarter : quarters) turn_eight(quarter);
+        for (int i = 0; i < 16; i++) (half ? out[i].b : out[i].a) = quarters[i / 8][i % 8];
     }
 }
 

@@ -92,12 +92,13 @@ inline Lanes sums(const Lanes a[16]) {
     const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
     return {_mm512_permutexvar_ps(order, _mm512_add_ps(low, high))};
 }
-// Rows become columns: pairs, then fours within a quarter of the register, then the quarters.
-inline void turn(Lanes a[16]) {
+// Rows become columns: pairs, then fours within a quarter of the register, then the quarters. Behind the first rows, whose
+// number is told, they are zero.
+inline void turn(const Lanes x[16], int, Lanes a[16]) {
     __m512 t[16];
     for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_ps(a[i].v, a[i + 1].v);
-        t[i + 1] = _mm512_unpackhi_ps(a[i].v, a[i + 1].v);
+        t[i] = _mm512_unpacklo_ps(x[i].v, x[i + 1].v);
+        t[i + 1] = _mm512_unpackhi_ps(x[i].v, x[i + 1].v);
     }
     for (int i = 0; i < 16; i += 4) {
         const __m512d x = _mm512_castps_pd(t[i]), y = _mm512_castps_pd(t[i + 1]);

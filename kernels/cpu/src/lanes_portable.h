@@ -115,14 +115,9 @@ inline Lanes sums(const Lanes a[16]) {
     EACH r.f[i] = sum(a[i]);
     return r;
 }
-// Rows become columns.
-inline void turn(Lanes a[16]) {
-    for (int i = 0; i < 16; i++)
-        for (int j = 0; j < i; j++) {
-            const float other = a[i].f[j];
-            a[i].f[j] = a[j].f[i];
-            a[j].f[i] = other;
-        }
+// Rows become columns. Behind the first rows, whose number is told, they are zero.
+inline void turn(const Lanes x[16], int, Lanes columns[16]) {
+    for (int j = 0; j < 16; j++) EACH columns[j].f[i] = x[i].f[j];
 }
 inline Lanes load_bf16(const uint16_t* p) {
     Lanes r;

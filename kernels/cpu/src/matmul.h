@@ -64,7 +64,8 @@ void strip_of_kind(const Matrix& m, int strip, Part part, const float* x, const 
     const bool alone = tiles.count == 1;
     const FirstTile first_tile = alone ? first_tile_of<kind, FOLDED, false>(tiles.rows, all_rows)
                                        : first_tile_of<kind, FOLDED, true>(tiles.size(0), all_rows);
-    for (size_t i = 0; i < size_t(tiles.rows) * STRIP; i += LANES) store(out + i, zero());
+    for (int r = 0; r < tiles.rows; r++)
+        for (int v = part.first; v < part.end; v++) store(out + size_t(r) * STRIP + LANES * v, zero());
     for (int block = 0, k = 0; k < m.inputs; block++, k += BLOCK) {
         const int count = m.inputs - k < BLOCK ? m.inputs - k : BLOCK;
         const float scale = (scales ? scales[block] : 1.0f) * unit<kind>();

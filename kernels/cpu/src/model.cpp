@@ -175,45 +175,46 @@ void Model::strip(const Matrix& m, int s, Part part, const float* x, const Tiles
     (how == Store::plain ? variant.strip : variant.rounded_strip)(m, s, part, x, tiles, bench.scratch.data(), out);
 }
 
-// Where a thread puts its share of what is laid in tiles: all columns into its own bench when there is one tile, which
-// costs less than to wait for each other; else some columns of all tiles into `shared`, for all threads.
-Model::Columns Model::columns_for(const Tiles& tiles, int width, std::vector<float>& shared, int number) {
-    if (tiles.count == 1) return {0, width, benches_[number].tile.data()};
-    const int chunk = 2 * LANES, chunks = (width + chunk - 1) / chunk, threads = team_.threads();
-    return {std::min(chunks * number / threads * chunk, width), std::min(chunks * (number + 1) / threads * chunk, width),
-            shared.data()};
+// Where a thread puts its share of what is laid in tiles: one tile whole into its own bench, which costs less than to wait
+// for each other; some columns of few tiles, and some of many tiles, into `shared`, for all threads.
+Model::Laid Model::laid_by(const Tiles& tiles, int width, std::vector<float>& shared, int number) {
+    if (tiles.count == 1) return {0, 1, 0, width, benches_[number].tile.data()};
+    const int threads = team_.threads();
+    if (tiles.count >= 2 * threads)
+        return {tiles.count * number / threads, tiles.count * (number + 1) / threads, 0, width, shared.data()};
+    const int chunk = 2 * LANES, chunks = (width + chunk - 1) / chunk;
+    return {0, tiles.count, std::min(chunks * number / threads * chunk, width),
+            std::min(chunks * (number + 1) / threads * chunk, width), shared.data()};
 }
 
 // The rows of x_ (all, or those in `rows`) after a norm, in tiles.
 const float* Model::normed(const float* weight, const Tiles& tiles, const int32_t* rows, Store how, int number) {
-    const Columns columns = columns_for(tiles, shape.hidden, normed_, number);
-    const int count = columns.end - columns.begin;
+    const Laid laid = laid_by(tiles, shape.hidden, normed_, number);
+    const int count = laid.end - laid.begin;
     float* part = benches_[number].rows.data();
     if (count > 0)
-        for (int t = 0; t < tiles.count; t++) {
+        for (int t = laid.first; t < laid.last; t++) {
             const int start = tiles.start(t), size = tiles.size(t);
             for (int r = 0; r < size; r++) {
                 const float* x = &x_[(rows ? rows[start + r] : start + r) * wide_];
                 const float factor = variant.inverse_rms(x, shape.epsilon, shape.hidden);
-                variant.scale(x + columns.begin, weight + columns.begin, factor, count, part + size_t(r) * count);
+                variant.scale(x + laid.begin, weight + laid.begin, factor, count, part + size_t(r) * count);
             }
-            variant.spread(part, size_t(count), count, columns.begin, columns.out + tiles.place(t, shape.hidden, how), size,
-                           how);
+            variant.spread(part, size_t(count), count, laid.begin, laid.out + tiles.place(t, shape.hidden, how), size, how);
         }
     if (tiles.count > 1) team_.barrier();
-    return columns.out;
+    return laid.out;
 }
 
 // Rows of `width` numbers in tiles.
 const float* Model::tiled(const std::vector<float>& rows, int width, const Tiles& tiles, Store how, int number) {
-    const Columns columns = columns_for(tiles, width, tiled_, number);
-    if (columns.begin < columns.end)
-        for (int t = 0; t < tiles.count; t++)
-            variant.spread(&rows[size_t(tiles.start(t)) * width + columns.begin], size_t(width),
-                           columns.end - columns.begin, columns.begin, columns.out + tiles.place(t, width, how),
-                           tiles.size(t), how);
+    const Laid laid = laid_by(tiles, width, tiled_, number);
+    if (laid.begin < laid.end)
+        for (int t = laid.first; t < laid.last; t++)
+            variant.spread(&rows[size_t(tiles.start(t)) * width + laid.begin], size_t(width), laid.end - laid.begin,
+                           laid.begin, laid.out + tiles.place(t, width, how), tiles.size(t), how);
     if (tiles.count > 1) team_.barrier();
-    return columns.out;
+    return laid.out;
 }
 
 void Model::work(const StepInput& input, int number) {
@@ -290,14 +291,19 @@ void Model::work(const StepInput& input, int number) {
         how = store_for({&layer.gate, &layer.up});
         h = normed(layer.ffn_norm, tiles, nullptr, how, number);
         lap(number, NORM);
-        each_strip(*counter++, layer.gate.strips(), rows, true, number, [&](int s, Part) {
-            strip(layer.gate, s, {}, h, tiles, how, bench, bench.outs.data());
-            strip(layer.up, s, {}, h, tiles, how, bench, bench.ups.data());
-            variant.gate(bench.outs.data(), bench.ups.data(), bench.outs.data(), rows * STRIP);
-            const int first = s * STRIP, count = std::min(STRIP, shape.ffn - first);
+        each_strip(*counter++, layer.gate.strips(), rows, rows <= STREAMED_ROWS, number, [&](int s, Part part) {
+            strip(layer.gate, s, part, h, tiles, how, bench, bench.outs.data());
+            strip(layer.up, s, part, h, tiles, how, bench, bench.ups.data());
+            const int at = LANES * part.first, width = LANES * part.end - at, first = s * STRIP + at;
+            const int count = std::min(width, shape.ffn - first);
+            if (count <= 0) return;
+            for (int r = 0; r < rows; r++) {
+                float* gates = &bench.outs[size_t(r) * STRIP + at];
+                variant.gate(gates, &bench.ups[size_t(r) * STRIP + at], gates, width);
+            }
             const Store then = store_for({&layer.down});
             for (int t = 0; t < tiles.count; t++)
-                variant.spread(&bench.outs[size_t(tiles.start(t)) * STRIP], STRIP, count, first,
+                variant.spread(&bench.outs[size_t(tiles.start(t)) * STRIP + at], STRIP, count, first,
                                &gated_[tiles.place(t, shape.ffn, then)], tiles.size(t), then);
         });
         ask_for(layer.down, rows, number);

@@ -89,12 +89,12 @@ private:
     Run claim(Counter& counter, int items) const;
     Attention attention_of(const StepInput& input, const Item& item, int layer);
     void turn(const StepInput& input, const Item& item, int layer);
-    // Columns begin … end - 1 of what is laid in tiles at `out`.
-    struct Columns {
-        int begin, end;
+    // Columns begin … end - 1 of tiles first … last - 1 of what is laid in tiles at `out`.
+    struct Laid {
+        int first, last, begin, end;
         float* out;
     };
-    Columns columns_for(const Tiles& tiles, int width, std::vector<float>& shared, int number);
+    Laid laid_by(const Tiles& tiles, int width, std::vector<float>& shared, int number);
     const float* tiled(const std::vector<float>& rows, int width, const Tiles& tiles, Store how, int number);
     const float* normed(const float* weight, const Tiles& tiles, const int32_t* rows, Store how, int number);
     Store store_for(std::initializer_list<const Matrix*> matrices) const;

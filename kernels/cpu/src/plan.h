@@ -46,11 +46,15 @@ struct Part {
 
 // Rows cut into tiles of nearly equal size, one tile behind the other, so that the rows of one k are neighbours.
 struct Tiles {
-    int rows = 0, count = 0;
+    int rows = 0, count = 0, least = 0, larger = 0;  // so many tiles, the first ones, have one row more
 
-    OWN Tiles(int rows, int most) : rows(rows), count((rows + most - 1) / most) {}
-    OWN int start(int t) const { return int(int64_t(rows) * t / count); }
-    OWN int size(int t) const { return start(t + 1) - start(t); }
+    OWN Tiles(int rows, int most) : rows(rows), count((rows + most - 1) / most) {
+        if (!rows) return;
+        least = rows / count;
+        larger = rows - least * count;
+    }
+    OWN int start(int t) const { return t * least + (t < larger ? t : larger); }
+    OWN int size(int t) const { return least + (t < larger); }
     // Where tile t of a buffer of rows of `width` numbers begins, in float32.
     OWN size_t place(int t, int width, Store how) const {
         return size_t(start(t)) * (how == Store::pairs ? (width + 1) / 2 : width);
