@@ -15,8 +15,9 @@ constexpr int EVEN_ITEMS = 4;
 // Blocks of a part of an item at least, and what the parts of all items may take until they are joined.
 constexpr int PART_BLOCKS = 4;
 constexpr size_t PART_FLOATS = size_t(16) << 20;
-// Bytes of the next weights that a thread asks for before it waits for the others.
-constexpr size_t ASKED_BYTES = 4096;
+// Bytes of the next weights that a thread asks for before it waits for the others, each time it looks whether they have
+// come, and in all: they must not drive out of its cache what it asked for first.
+constexpr size_t ASKED_FIRST = 4096, ASKED_BYTES = 256, ASKED_MOST = size_t(192) << 10;
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -78,11 +79,22 @@ void Model::each_strip(Counter& counter, int strips, int rows, bool whole, int n
     if (half < end) work(half / 2, Part{0, 2});
 }
 
-// Asks for the beginning of this thread's share of a matrix, so that memory works while the thread waits.
-void Model::ask_for(const Matrix& m, int rows, int number) const {
-    if (rows > STREAMED_ROWS) return;
-    const int half = first_half(m.strips(), number, team_.threads());
-    if (half < 2 * m.strips()) variant.fetch(m.strip(half / 2), std::min(ASKED_BYTES, m.strip_bytes()));
+// Waits for the other threads. Of few rows it asks meanwhile for this thread's share of the matrix that is read then: memory
+// would do nothing.
+void Model::meet(const Matrix& next, int rows, int number) {
+    const int threads = team_.threads(), half = first_half(next.strips(), number, threads);
+    const int end = first_half(next.strips(), number + 1, threads);
+    if (rows > STREAMED_ROWS || half == end) return team_.barrier();
+    const uint8_t* at = next.strip(half / 2);
+    size_t left = std::min(ASKED_MOST, next.strip_bytes() / 2 * size_t(end - half));
+    const auto ask = [&](size_t most) {
+        const size_t bytes = std::min(most, left);
+        variant.fetch(at, bytes);
+        at += bytes;
+        left -= bytes;
+    };
+    ask(ASKED_FIRST);
+    team_.barrier([&] { left ? ask(ASKED_BYTES) : relax(); });
 }
 
 void Model::prepare(const StepInput& input) {
@@ -225,7 +237,7 @@ void Model::work(const StepInput& input, int number) {
     Counter* counter = counters_.get();
 
     for (int r = number; r < rows; r += team_.threads()) variant.embed(embedding, input.tokens[r], &x_[r * wide_]);
-    team_.barrier();
+    meet(layers[0].q, rows, number);
     lap(number, EMBED);
 
     // Adds the product of a matrix with `from` to the residual stream.
@@ -236,8 +248,7 @@ void Model::work(const StepInput& input, int number) {
             for (int r = 0; r < rows && count > 0; r++)
                 variant.add(&x_[r * wide_ + s * STRIP + first], &bench.outs[size_t(r) * STRIP + first], count);
         });
-        ask_for(next, rows, number);
-        team_.barrier();
+        meet(next, rows, number);
     };
 
     for (int index = 0; index < shape.layers; index++) {
@@ -266,8 +277,7 @@ void Model::work(const StepInput& input, int number) {
                 variant.copy(&projected_[r * row_size + before + s * STRIP + first],
                              &bench.outs[size_t(r) * STRIP + first], count);
         });
-        ask_for(layer.o, rows, number);
-        team_.barrier();
+        meet(layer.o, rows, number);
         lap(number, QKV);
 
         // Rows of one tile see keys of another: those are kept before anybody attends.
@@ -282,7 +292,7 @@ void Model::work(const StepInput& input, int number) {
             if (input.spans[item.span].count == item.rows && item.parts == 1) turn(input, item, index);
             attend(input, item, index, bench, run.next < run.end ? &items_[run.next] : nullptr);
         }
-        team_.barrier();
+        meet(layer.o, rows, number);
         lap(number, ATTENTION);
 
         add_product(layer.o, tiled(mixed_, layer.o.inputs, tiles, store_for({&layer.o}), number), layer.gate);
@@ -306,8 +316,7 @@ void Model::work(const StepInput& input, int number) {
                 variant.spread(&bench.outs[size_t(tiles.start(t)) * STRIP + at], STRIP, count, first,
                                &gated_[tiles.place(t, shape.ffn, then)], tiles.size(t), then);
         });
-        ask_for(layer.down, rows, number);
-        team_.barrier();
+        meet(layer.down, rows, number);
         add_product(layer.down, gated_.data(), index + 1 < shape.layers ? layers[index + 1].q : head);
         lap(number, FFN);
     }

@@ -103,7 +103,7 @@ private:
     void lap(int number, Phase phase);
     template <typename Work>
     void each_strip(Counter& counter, int strips, int rows, bool whole, int number, Work work);
-    void ask_for(const Matrix& m, int rows, int number) const;
+    void meet(const Matrix& next, int rows, int number);
 
     Team team_;
     std::vector<Bench> benches_;

@@ -12,16 +12,7 @@
 
 namespace {
 
-constexpr int SPINS_IN_STEP = 4000;       // some 100 µs: phases differ by less, unless a thread lost its core
 constexpr int SPINS_BETWEEN_STEPS = 2000;
-
-void relax() {
-#if defined(__x86_64__)
-    _mm_pause();
-#else
-    std::this_thread::yield();
-#endif
-}
 
 void pin(std::thread& thread, int core) {
 #if defined(__linux__)
@@ -49,6 +40,14 @@ private:
 
 }  // namespace
 
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
 void Signal::advance() {
     value_.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst)) {
@@ -57,11 +56,7 @@ void Signal::advance() {
     }
 }
 
-void Signal::wait(uint32_t old, int spins) {
-    for (int i = 0; i < spins; i++) {
-        if (value() != old) return;
-        relax();
-    }
+void Signal::sleep(uint32_t old) {
     std::unique_lock<std::mutex> lock(mutex_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     // Whoever advances after this line sees a sleeper, and notifies under the lock.
@@ -114,7 +109,7 @@ void Team::run(const std::function<void(int)>& job) {
 void Team::help(int number) {
     FloatRules rules;
     for (uint32_t seen = 0;; seen++) {
-        started_.wait(seen, SPINS_BETWEEN_STEPS);
+        started_.wait(seen, SPINS_BETWEEN_STEPS, relax);
         if (stopping_) {
             holds_[number].reset();
             return;
@@ -124,13 +119,4 @@ void Team::help(int number) {
     }
 }
 
-void Team::barrier() {
-    if (threads_ == 1) return;
-    const uint32_t now = met_.value();
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
-        arrived_.store(0, std::memory_order_relaxed);
-        met_.advance();
-    } else {
-        met_.wait(now, SPINS_IN_STEP);
-    }
-}
+void Team::barrier() { barrier(relax); }
