@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import AsyncIterator  # noqa: TC003  # pytest reads the annotation
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import trio
 import trio.testing
 
 from actors.landing import publish
 from actors.other_hosts import OtherHosts
-from engine.core import Send
 from engine.layout import Owner, PageState, PageTable
 from engine.messages import (
     FetchEnded,
@@ -26,6 +26,9 @@ from engine.messages import (
 from transport.page_hosts import PageParty
 from transport.page_wire import PageName
 from transport.pages import PagePool
+
+if TYPE_CHECKING:
+    from engine.core import Send
 
 PAGES, TOKENS, ACTORS, PAGE_BYTES = 8, 4, 16, 256
 ME = Owner(3, 1)
