@@ -107,22 +107,10 @@ class Launch:
     run_dir: Path
     host: str = ""
     """Which of several hosts this is."""
+    file_tier: str | None = None
+    """Where pages lie that memory has no room for."""
     clock_offset: float = 0.0
     segments: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def file_tier(self) -> str | None:
-        """Where pages lie that memory has no room for."""
-        from kernels.prepare import cache_dir
-
-        table = self.topology.allocator
-        if not table.file_bytes:
-            return None
-        if table.file:
-            return str(Path(table.file).expanduser().absolute())
-        folder = cache_dir() / "pages"
-        folder.mkdir(parents=True, exist_ok=True)
-        return str(folder / f"{self.model_folder.name}.pages")
 
     def boot(self, launcher: Launcher, actor: Actor, incarnation: Incarnation) -> Boot:
         """What an incarnation is told."""
@@ -222,6 +210,23 @@ def find_model(topology: Topology, progress: bool, host: str = "") -> tuple[Path
         # Once, and its checksums compared once: workers that are started again only map it.
         pack(folder, format_for(topology.model, folder), progress)
     return folder, config
+
+
+def file_of_pages(topology: Topology, model_folder: Path) -> str | None:
+    """Where pages lie that memory has no room for; the folder, unless somebody named it, is made."""
+    from kernels.prepare import cache_dir
+
+    table = topology.allocator
+    if not table.file_bytes:
+        return None
+    if table.file:
+        return str(Path(table.file).expanduser().absolute())
+    folder = cache_dir() / "pages"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"cannot keep pages in {folder}: {error.strerror}; set allocator.file") from None
+    return str(folder / f"{model_folder.name}.pages")
 
 
 def describe_kernels(topology: Topology, folder: Path, host: str = "") -> list[str]:
@@ -396,6 +401,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> None:
             say(f"kv.pages = {topology.kv.pages} holds {context} tokens: that is the longest context here")
         clients = bind_client_paths(ports, run_dir.path, stack)
         made = Launch(topology, config, folder, shape, context, listeners, clients, run_dir.path, host)
+        made.file_tier = file_of_pages(topology, folder)
         if host:
             made.clock_offset = time.time() - time.monotonic()
         make_segments(made, stack)

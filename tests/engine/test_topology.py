@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import engine
 from engine import topology_file
-from engine.errors import UsageError
+from engine.errors import StartError, UsageError
+from engine.launch import file_of_pages
 from engine.topology import Table, Topology
 from engine.topology_file import FIXED_NAMES, NAMED_TABLES, explanations, parse
 
@@ -471,3 +472,22 @@ def test_every_key_is_explained(kind: type[Table]) -> None:
     explained = explanations(kind)
     assert list(explained) == list(kind.__struct_fields__)
     assert all(says.endswith(".") and "\n" not in says for says in explained.values()), explained
+
+
+def test_the_folder_of_the_file_of_pages_is_made_unless_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTAFET_CACHE", str(tmp_path / "cache"))
+    model = tmp_path / "a-model"
+    settings = ["allocator.file_bytes=1000000"]
+    assert file_of_pages(parse(BASE, "file.toml"), model) is None
+    assert not (tmp_path / "cache").exists()
+    kept = file_of_pages(parse(BASE, "file.toml", settings), model)
+    assert kept == str(tmp_path / "cache" / "pages" / "a-model.pages")
+    assert (tmp_path / "cache" / "pages").is_dir()
+    named = [*settings, f"allocator.file={tmp_path}/mine/of.pages"]
+    assert file_of_pages(parse(BASE, "file.toml", named), model) == f"{tmp_path}/mine/of.pages"
+    assert not (tmp_path / "mine").exists(), "a typo makes no folders"
+    monkeypatch.setenv("ESTAFET_CACHE", "/proc/nothing")
+    with pytest.raises(StartError, match=r"/proc/nothing/pages: .*; set allocator\.file"):
+        file_of_pages(parse(BASE, "file.toml", settings), model)
