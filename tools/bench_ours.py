@@ -284,15 +284,17 @@ def matrix_bytes(config: ModelConfig, weights: WeightFormat) -> int:
 def job_flops(config: ModelConfig, sequences: int, prompt: int, generated: int) -> int:
     """Floating-point operations of `Driven.job`, two for a multiply-add.
 
-    Every row passes all layers' matrices and attends to the positions up to its own; the LM head is for
-    the last row of a prompt and the decoded rows.
+    Every row passes all layers' matrices and attends to the positions up to its own; but of the last layer
+    those of a prompt before its last one need keys and values only (and have queries, as the three are
+    one product). The LM head is for the last row of a prompt and the decoded rows.
     """
-    rows = prompt + generated
-    seen = rows * (rows + 1) // 2
-    attention = 2 * config.layers * config.heads * config.head_dim * seen
+    rows, unread = prompt + generated, prompt - 1
+    width = 2 * config.heads * config.head_dim
+    attention = width * (config.layers * rows * (rows + 1) // 2 - unread * (unread + 1) // 2)
     layers, head = matrix_sizes(config)
-    multiply_adds = rows * layers + attention + (generated + 1) * head
-    return 2 * sequences * multiply_adds
+    qkv = config.hidden_size * (config.heads + 2 * config.kv_heads) * config.head_dim
+    products = rows * layers - unread * (layers // config.layers - qkv) + (generated + 1) * head
+    return 2 * sequences * (products + attention)
 
 
 class Floor(NamedTuple):

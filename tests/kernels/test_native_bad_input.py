@@ -397,6 +397,12 @@ STEP_DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "wanted row beyond the last": changed("wanted", (0,), 3),
     "wanted row before the first": changed("wanted", (0,), -1),
     "two wanted, one sampled": instead("wanted", np.array([1, 2], np.int32)),
+    "wanted rows out of order": lambda arguments: arguments.update(
+        wanted=np.array([2, 1], np.int32), sampled=np.zeros(2, np.int32), logits=np.zeros((2, 97), np.float32)
+    ),
+    "a row wanted twice": lambda arguments: arguments.update(
+        wanted=np.array([2, 2], np.int32), sampled=np.zeros(2, np.int32), logits=np.zeros((2, 97), np.float32)
+    ),
     "logits of another shape": instead("logits", np.zeros((1, 96), np.float32)),
     "too few parameters": instead("doubles", np.zeros((0, 6))),
     "narrow mask": lambda arguments: arguments.update(

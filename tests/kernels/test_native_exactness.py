@@ -50,7 +50,7 @@ CASES = pairwise(
         "variant": VARIANTS,
         "kind": KINDS,
         "dtype": DTYPES,
-        "path": ["whole", "prefix", "drafts"],
+        "path": ["whole", "prefix", "drafts", "sampled"],
     }
 )
 
@@ -162,7 +162,24 @@ def drafts(pages: Pages, logs: list[list[int]], batch: int, chunk: int) -> list[
     return made
 
 
-PATHS = {"whole": whole, "prefix": prefix, "drafts": drafts}
+def sampled(pages: Pages, logs: list[list[int]], batch: int, chunk: int) -> list[dict[int, np.ndarray]]:
+    """Of a chunk all rows are sampled, its last one, or none: others do not finish the last layer."""
+    random = np.random.default_rng(batch + chunk)
+    made: list[dict[int, np.ndarray]] = [{} for _ in logs]
+    chunks_of = [cut(i, log, 0, chunk) for i, log in enumerate(logs)]
+    for part in (part for chunks in chunks_of for part in chunks):
+        part.logits = str(random.choice(["none", "last", "all"]))
+    chunks_of[0][-1].logits = "last"
+
+    def keep(part: Chunk, logits: np.ndarray) -> None:
+        first = part.position + len(part.tokens) - len(logits)
+        made[part.sequence] |= {first + i: row for i, row in enumerate(logits)}
+
+    in_batches(pages, chunks_of, batch, keep)
+    return made
+
+
+PATHS = {"whole": whole, "prefix": prefix, "drafts": drafts, "sampled": sampled}
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -174,7 +191,8 @@ def test_logits_and_pages_of_a_random_model(alone: Alone, case: dict[str, Any]) 
     kinds = {key: case[key] for key in ("tokens", "threads", "variant", "dtype")}
     kinds["kind"], kinds["activations"] = case["kind"]
     pages = Pages("native", alone.folder, alone.config, pages=600, seed=batch * chunk, **kinds)
-    check(pages, logs, PATHS[case["path"]](pages, logs, batch, chunk), expected, expected_bytes)
+    made = PATHS[case["path"]](pages, logs, batch, chunk)
+    check(pages, logs, made, expected, expected_bytes, case["path"])
 
 
 def check(
@@ -183,14 +201,15 @@ def check(
     made: list[dict[int, np.ndarray]],
     expected: list[np.ndarray],
     expected_bytes: list[np.ndarray],
+    path: str,
 ) -> None:
     """Every logit that was made, and every byte that was stored, is what was expected."""
     for i, rows in enumerate(made):
         for position, logits in rows.items():
             assert np.array_equal(logits, expected[i][position]), (i, position)
         assert np.array_equal(pages.stored(i, len(logs[i])), expected_bytes[i][: len(logs[i])]), i
-    # all but the prefix, which is half of a sequence at most
-    assert sum(map(len, made)) >= sum(map(len, logs)) // 2
+    # All but the prefix, which is half of a sequence at most; some where not all are sampled.
+    assert sum(map(len, made)) >= (1 if path == "sampled" else sum(map(len, logs)) // 2)
 
 
 def test_another_backend_goes_on_from_sealed_pages(alone: Alone) -> None:
@@ -292,6 +311,7 @@ REAL = [
         (2, 100, 32, 2, "prefix", 2, FP8, "float16"),
         (7, 16, 16, 2, "drafts", 0, FP8, "float16"),
         (2, 2, 16, 1, "drafts", -1, FP8, "float16"),
+        (32, 64, 16, 2, "sampled", 0, FP8, "float16"),
         (7, 103, 8, 2, "prefix", 0, BF16, "float8"),
         (2, 1, 32, 1, "whole", 2, BF16, "float8"),
     ]
@@ -320,6 +340,5 @@ def test_logits_and_pages_of_the_real_model(real: Alone, case: dict[str, Any]) -
     elif case["chunk"] == 1:
         logs = [log[:20] for log in logs[:2]]
     pages = Pages("native", real.folder, real.config, pages=160, variant=variant, **kinds)
-    check(
-        pages, logs, PATHS[case["path"]](pages, logs, case["batch"], case["chunk"]), expected, expected_bytes
-    )
+    made = PATHS[case["path"]](pages, logs, case["batch"], case["chunk"])
+    check(pages, logs, made, expected, expected_bytes, case["path"])

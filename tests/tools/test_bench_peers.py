@@ -353,6 +353,9 @@ def test_what_work_costs_at_least() -> None:
     # One token of one sequence after a prompt of one: both pass the layers and are sampled; they see 1 and 2.
     attention = 2 * 30 * 576 * (1 + 2)
     assert job_flops(CONFIG, 1, 1, 1) == 2 * (2 * 134_479_872 + attention)
+    # Of a prompt of two the first row ends with the last layer's keys and values.
+    more = job_flops(CONFIG, 1, 2, 1) - job_flops(CONFIG, 1, 1, 1)
+    assert more == 2 * (29 * 106_168_320 // 30 + 576 * (576 + 2 * 192) + 2 * 30 * 576 * 3 - 2 * 576)
     assert job_flops(CONFIG, 32, 128, 64) == 32 * job_flops(CONFIG, 1, 128, 64)
     per_token = job_flops(CONFIG, 1, 128, 64) / 192
     assert 230e6 < per_token < 270e6

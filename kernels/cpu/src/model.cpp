@@ -199,8 +199,8 @@ Model::Laid Model::laid_by(const Tiles& tiles, int width, std::vector<float>& sh
             std::min(chunks * (number + 1) / threads * chunk, width), shared.data()};
 }
 
-// The rows of x_ (all, or those in `rows`) after a norm, in tiles.
-const float* Model::normed(const float* weight, const Tiles& tiles, const int32_t* rows, Store how, int number) {
+// Rows of x_ after a norm, in tiles.
+const float* Model::normed(const float* weight, const Tiles& tiles, Store how, int number) {
     const Laid laid = laid_by(tiles, shape.hidden, normed_, number);
     const int count = laid.end - laid.begin;
     float* part = benches_[number].rows.data();
@@ -208,7 +208,7 @@ const float* Model::normed(const float* weight, const Tiles& tiles, const int32_
         for (int t = laid.first; t < laid.last; t++) {
             const int start = tiles.start(t), size = tiles.size(t);
             for (int r = 0; r < size; r++) {
-                const float* x = &x_[(rows ? rows[start + r] : start + r) * wide_];
+                const float* x = &x_[(start + r) * wide_];
                 const float factor = variant.inverse_rms(x, shape.epsilon, shape.hidden);
                 variant.scale(x + laid.begin, weight + laid.begin, factor, count, part + size_t(r) * count);
             }
@@ -231,8 +231,9 @@ const float* Model::tiled(const std::vector<float>& rows, int width, const Tiles
 
 void Model::work(const StepInput& input, int number) {
     Bench& bench = benches_[number];
-    const Tiles tiles(input.rows, variant.tile);
-    const int rows = input.rows, size = shape.head_dim;
+    const int size = shape.head_dim, wanted = int(input.wanted.size());
+    int rows = input.rows;
+    Tiles tiles(rows, variant.tile);
     const size_t row_size = size_t(shape.heads + 2 * shape.kv_heads) * size;
     Counter* counter = counters_.get();
 
@@ -254,7 +255,7 @@ void Model::work(const StepInput& input, int number) {
     for (int index = 0; index < shape.layers; index++) {
         const Layer& layer = layers[index];
         Store how = store_for({&layer.q, &layer.k, &layer.v});
-        const float* h = normed(layer.attention_norm, tiles, nullptr, how, number);
+        const float* h = normed(layer.attention_norm, tiles, how, number);
         lap(number, NORM);
 
         // What this thread attends to first it asks for now: memory is free while products are computed.
@@ -290,16 +291,25 @@ void Model::work(const StepInput& input, int number) {
             const Item& item = items_[run.next++];
             if (run.next == run.end) run = claim(attending, items);
             if (input.spans[item.span].count == item.rows && item.parts == 1) turn(input, item, index);
+            if (index + 1 == shape.layers && !is_wanted(input, item)) continue;
             attend(input, item, index, bench, run.next < run.end ? &items_[run.next] : nullptr);
         }
         meet(layer.o, rows, number);
         lap(number, ATTENTION);
+        if (index + 1 == shape.layers && wanted < rows) {
+            // Of the others nothing is read any more but their keys and values.
+            if (!wanted) return;
+            if (!number) only_wanted(input);
+            rows = wanted;
+            tiles = Tiles(rows, variant.tile);
+            team_.barrier();
+        }
 
         add_product(layer.o, tiled(mixed_, layer.o.inputs, tiles, store_for({&layer.o}), number), layer.gate);
         lap(number, OUTPUT);
 
         how = store_for({&layer.gate, &layer.up});
-        h = normed(layer.ffn_norm, tiles, nullptr, how, number);
+        h = normed(layer.ffn_norm, tiles, how, number);
         lap(number, NORM);
         each_strip(*counter++, layer.gate.strips(), rows, rows <= STREAMED_ROWS, number, [&](int s, Part part) {
             strip(layer.gate, s, part, h, tiles, how, bench, bench.outs.data());
@@ -321,14 +331,11 @@ void Model::work(const StepInput& input, int number) {
         lap(number, FFN);
     }
 
-    const int wanted = int(input.wanted.size());
-    if (!wanted) return;
-    const Tiles last(wanted, variant.tile);
     const Store how = store_for({&head});
-    const float* h = normed(final_norm, last, input.wanted.data(), how, number);
+    const float* h = normed(final_norm, tiles, how, number);
     float* logits = input.logits ? input.logits : logits_.data();
     each_strip(*counter++, head.strips(), wanted, true, number, [&](int s, Part) {
-        strip(head, s, {}, h, last, how, bench, bench.outs.data());
+        strip(head, s, {}, h, tiles, how, bench, bench.outs.data());
         const int first = s * STRIP, count = std::min(STRIP, head.outputs - first);
         for (int r = 0; r < wanted; r++)
             variant.copy(&logits[size_t(r) * shape.vocab + first], &bench.outs[size_t(r) * STRIP], count);
@@ -339,6 +346,24 @@ void Model::work(const StepInput& input, int number) {
         input.sampled[i] = variant.sample(&logits[size_t(i) * shape.vocab], shape.vocab, input.sampling[i],
                                           bench.sampling.data());
     });
+}
+
+// Whether a row of an item is sampled.
+bool Model::is_wanted(const StepInput& input, const Item& item) {
+    const int first = input.spans[item.span].first + item.first;
+    const auto row = std::lower_bound(input.wanted.begin(), input.wanted.end(), first);
+    return row != input.wanted.end() && *row < first + item.rows;
+}
+
+// The rows that are sampled come to the front of the residual stream and of what was attended to.
+void Model::only_wanted(const StepInput& input) {
+    const size_t width = size_t(shape.heads) * shape.head_dim;
+    for (size_t i = 0; i < input.wanted.size(); i++) {
+        const size_t from = size_t(input.wanted[i]);
+        if (from == i) continue;
+        variant.copy(&x_[i * wide_], &x_[from * wide_], int(wide_));
+        variant.copy(&mixed_[i * width], &mixed_[from * width], int(width));
+    }
 }
 
 // Rotates the queries and keys of an item's rows, and keeps keys and values in their pages.

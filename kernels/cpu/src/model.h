@@ -96,7 +96,9 @@ private:
     };
     Laid laid_by(const Tiles& tiles, int width, std::vector<float>& shared, int number);
     const float* tiled(const std::vector<float>& rows, int width, const Tiles& tiles, Store how, int number);
-    const float* normed(const float* weight, const Tiles& tiles, const int32_t* rows, Store how, int number);
+    const float* normed(const float* weight, const Tiles& tiles, Store how, int number);
+    static bool is_wanted(const StepInput& input, const Item& item);
+    void only_wanted(const StepInput& input);
     Store store_for(std::initializer_list<const Matrix*> matrices) const;
     void strip(const Matrix& m, int s, Part part, const float* x, const Tiles& tiles, Store how, Bench& bench,
                float* out) const;

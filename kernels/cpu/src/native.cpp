@@ -213,6 +213,8 @@ public:
         const size_t count = wanted.size();
         require(covered == input.rows && sampled.size() == count && all_below(wanted.data(), count, input.rows),
                 "a step's arrays differ in length");
+        require(std::adjacent_find(wanted.data(), wanted.data() + count, std::greater_equal<>()) == wanted.data() + count,
+                "the rows that are sampled are not told in their order");
         require(!logits.size() || logits.size() == count * size_t(shape.vocab),
                 "logits do not have the shape [rows that want them][vocabulary]");
         input.wanted.assign(wanted.data(), wanted.data() + count);
