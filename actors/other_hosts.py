@@ -182,9 +182,8 @@ class OtherHosts:
 async def _run(fetcher: PageFetcher, *, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
     """Have it fetch until the scope that it tells is cancelled."""
     with trio.CancelScope() as running:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(fetcher.run)
-            task_status.started(running)
+        task_status.started(running)
+        await fetcher.run()
 
 
 def party_of(host: str, run_dir: str, identity: str) -> PageParty:

@@ -102,9 +102,9 @@ class Fetches:
     def __init__(self, pages: Pages) -> None:
         self.costs = FetchCosts()
         self.replicator: tuple[Incarnation, Owner] | None = None
-        self.ordinal: int | None = None
-        """Of all its incarnations."""
         """The living one."""
+        self.ordinal: int | None = None
+        """Of all incarnations of the replicator, the dead ones too."""
         self.landed: dict[int, Kind] = {}
         """Pages that came by the fetch that ends right now."""
         self._pages = pages

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EstafetError, StartError
 from tools import children, interrupts
+from tools.install import say
 from tools.namespaces import HOSTS, TwoHosts
 
 if TYPE_CHECKING:
@@ -60,10 +61,9 @@ def run(pair: TwoHosts, topology: str, arguments: Sequence[str]) -> int:
     Ctrl-C is told to host a, which stops host b; what does not stop is killed.
     """
     launch = (sys.executable, "-m", "engine.launch", topology, *arguments)
-    print(
-        "estafet: each host has a loopback device of its own: reach what listens there by "
-        f"`python -m tools.two_hosts exec {next(iter(HOSTS))} curl http://127.0.0.1:8000/…`",
-        file=sys.stderr,
+    say(
+        "each host has a loopback device of its own: reach what listens there by "
+        f"`python -m tools.two_hosts exec {next(iter(HOSTS))} curl http://127.0.0.1:8000/…`"
     )
     running: list[subprocess.Popen[bytes]] = []
     try:

@@ -236,7 +236,9 @@ def test_pages_that_are_read_stay_until_the_reader_lets_go_or_runs_out_of_time()
     assert answer == ReadGranted(9, (True, True))
     assert len(granted(desk.want(B, 8))["b@1"]) == 4
     assert len(granted(desk.tell(REPLICATOR, ReadEnded(7)))["b@1"]) == 2
-    desk.tell(REPLICATOR, ReadEnded(7)), desk.tell(REPLICATOR, ReadEnded(8)), desk.tell(A, ReadEnded(9))
+    desk.tell(REPLICATOR, ReadEnded(7))
+    desk.tell(REPLICATOR, ReadEnded(8))
+    desk.tell(A, ReadEnded(9))
     assert desk.core.deadline() == READ_S, "nobody gives back what another one reads"
     assert len(granted(desk.core.tick(READ_S))["b@1"]) == 2
     assert desk.core.deadline() is None
