@@ -38,6 +38,8 @@ MATRIX_PHASES = ("qkv", "output", "ffn", "head")
 """Phases in which a backend reads its matrices."""
 VERIFIED = 5
 """Rows of a step that verifies four drafts."""
+LOOKED_MIB = 256
+"""Read in a look at the bandwidth: more than the caches of a core's neighbours hold."""
 REPEATS = 24
 """Steps of each width in one round of `step_times`."""
 
@@ -78,6 +80,13 @@ class Spent(NamedTuple):
     def matrices_s(self) -> float | None:
         """Seconds in the phases that read matrices."""
         return None if self.phases is None else sum(self.phases[name] for name in MATRIX_PHASES)
+
+
+class Streamed(NamedTuple):
+    """Some steps, and what the machine could do just before or after them, whichever was more."""
+
+    spent: Spent
+    looked: float
 
 
 @dataclass(slots=True)
@@ -140,6 +149,22 @@ class Driven:
         for position in range(tokens):
             token = self._step([Piece(0, position, token)])
         return self._end(tokens)
+
+    def decode_beside(self, look: Callable[[], float], slices: int, tokens: int) -> list[Streamed]:
+        """One stream from an empty context in slices, and what `look` found just before and after each.
+
+        What memory gives may change from one second to the next, where a hypervisor moves us about.
+        """
+        token, position, before, streamed = self.prompt(1), 0, look(), []
+        for _ in range(slices):
+            self._begin()
+            for _ in range(tokens):
+                token = self._step([Piece(0, position, token)])
+                position += 1
+            spent, after = self._end(tokens), look()
+            streamed.append(Streamed(spent, max(before, after)))
+            before = after
+        return streamed
 
     def prefill(self, tokens: int) -> Spent:
         """A prompt in one step, whose last row is sampled: as `llama-bench -p TOKENS -n 0`."""
@@ -304,6 +329,11 @@ class Floor(NamedTuple):
     """Read from memory."""
     flop_s: float
     """Fused multiply-adds in fp32, two operations each."""
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes a second that can be read from memory now: a quick look; StartError without native module."""
+    return float(native().read_bandwidth(threads, LOOKED_MIB))
 
 
 def machine_floor(threads: int) -> Floor:

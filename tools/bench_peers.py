@@ -6,8 +6,10 @@
 All have the same model, of which Q8_0 and F16 variants are made with llama-quantize where none are
 given, and the same number of threads. Rounds are interleaved: ours, each peer, ours again; figures are
 medians of the rounds. The machine's floor (read bandwidth, rate of fused multiply-adds) is measured in
-each round too, and the best of all counts: it is what the machine can do. Peers that are missing are
-left out, and it is said how to get them.
+each round too, and the best of all counts: it is what the machine can do. What memory gives may double and
+halve from one second to the next where a hypervisor moves us about, so that the share of it that a decode
+reaches is found beside the decode: in slices of 32 tokens, each against the greater of the bandwidths just
+before and after. Peers that are missing are left out, and it is said how to get them.
 
   decode       one stream of 128 tokens from an empty context
   total32      32 sequences of 128 tokens in and 64 out
@@ -30,6 +32,7 @@ import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, get_args
 
 from engine.errors import EstafetError
@@ -39,7 +42,7 @@ from kernels.formats import Activations, WeightFormat, activations_for
 from kernels.prepare import cache_dir, prepare
 from tools import bench_pinned, machine
 from tools.bench_load import BenchFailed
-from tools.bench_ours import Driven, Spent, job_flops, machine_floor, matrix_bytes
+from tools.bench_ours import Driven, job_flops, machine_floor, matrix_bytes, read_bandwidth
 from tools.bench_ratios import markdown, missing, ratios, some_of, tell
 from tools.bench_rounds import Contender, Findings
 from tools.bench_system import count
@@ -64,6 +67,8 @@ if TYPE_CHECKING:
 
 PARTS = ("decode", "total32", "prefill", "step5", "utilisation", "pd")
 DECODED = 128
+SLICES, SLICE = 4, 32
+"""Of a stream beside which the read bandwidth is looked at: so many, of so many tokens."""
 SEQUENCES, PROMPT, GENERATED = 32, 128, 64
 PREFILLED = 512
 CONTEXT = 128
@@ -126,10 +131,7 @@ class Comparison:
 
         def ours(weights: WeightFormat, name: str) -> Mapping[str, float | None]:
             spent = self.ours(weights).decode(DECODED)
-            found = {
-                f"{name}_decode_tok_s": spent.rate,
-                f"{name}_matrix_bytes_s": self._bytes_s(spent, weights),
-            }
+            found = {f"{name}_decode_tok_s": spent.rate, **self._streaming(weights, name)}
             if weights == FP8:
                 found["ours_outside_native_b1"] = spent.outside_native
             return found
@@ -138,7 +140,7 @@ class Comparison:
             speed = llama_bench(self.peers, self.gguf("Q8_0"), 0, DECODED, self.options.threads)
             return {"llamacpp_q8_decode_tok_s": speed}
 
-        names = ("decode_tok_s", "matrix_bytes_s")
+        names = ("decode_tok_s", "matrix_bytes_s", "bandwidth_share")
         self._rounds(
             "decode",
             Contender(
@@ -154,10 +156,22 @@ class Comparison:
             Contender("llama.cpp Q8_0", ("llamacpp_q8_decode_tok_s",), llamacpp),
         )
 
-    def _bytes_s(self, spent: Spent, weights: WeightFormat) -> float | None:
-        """Bytes a second at which a decode of one stream reads the matrices."""
-        seconds = spent.matrices_s
-        return None if seconds is None else matrix_bytes(self.config, weights) * spent.tokens / seconds
+    def _streaming(self, weights: WeightFormat, name: str) -> Mapping[str, float | None]:
+        """How fast a stream reads the matrices, and its share of what could be read then: medians."""
+        names = (f"{name}_matrix_bytes_s", f"{name}_bandwidth_share")
+        if self.options.backend != "native":
+            return dict.fromkeys(names)
+        look = functools.partial(read_bandwidth, self.options.threads)
+        size = matrix_bytes(self.config, weights) * SLICE
+        streamed = [
+            (size / spent.matrices_s, looked)
+            for spent, looked in self.ours(weights).decode_beside(look, SLICES, SLICE)
+            if spent.matrices_s
+        ]
+        return {
+            names[0]: median(rate for rate, _ in streamed),
+            names[1]: median(rate / looked for rate, looked in streamed),
+        }
 
     def total32(self) -> None:
         """Many sequences, prompts and answers."""

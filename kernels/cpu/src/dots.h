@@ -56,7 +56,7 @@ inline void direct_dots(const uint8_t* weights, int first, int pairs, const uint
 #pragma GCC unroll 2
     for (int k = 0; k < pairs; k++) {
         const uint8_t* p = weights + size_t(k) * (2 * STRIP);
-        for (int v = 0; v < WIDTH; v += 2) ahead(p + AHEAD + 32 * (first + v));
+        for (int v = 0; v < WIDTH; v += 2) ahead_once(p + AHEAD + 32 * (first + v));
         for (int v = 0; v < WIDTH; v += 2) {
             __m512i words[2];
             unpack_words(p, first + v, tables, words);

@@ -7,7 +7,7 @@
 #define SCORE_ROWS 4
 #define MANY_QUERIES 12
 #define FEW_QUERIES 3
-#define AHEAD 2048
+#define AHEAD 6144
 #define FIRST_TILE "narrow.h"
 
 #include "lanes_avx2.h"

@@ -7,7 +7,7 @@
 #define SCORE_ROWS 6
 #define MANY_QUERIES 24
 #define FEW_QUERIES 4
-#define AHEAD 2048
+#define AHEAD 6144
 #define FIRST_TILE "direct.h"
 
 #include "lanes_avx512.h"

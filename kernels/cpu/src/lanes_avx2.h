@@ -149,6 +149,8 @@ inline Lanes load_fp8(const uint8_t* p) {
 
 // By assembly: a compiler may find that a function which only prefetches does nothing, and leave out its calls.
 inline void ahead(const void* p) { asm volatile("prefetcht0 (%0)" : : "r"(p)); }
+// What is read once, as weights are: it takes no room in the other caches from what is read again.
+inline void ahead_once(const void* p) { asm volatile("prefetchnta (%0)" : : "r"(p)); }
 // Into the second-level cache: many lines at once, of which the first-level cache would drop some.
 inline void far_ahead(const void* p) { asm volatile("prefetcht1 (%0)" : : "r"(p)); }
 

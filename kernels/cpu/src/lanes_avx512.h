@@ -169,6 +169,8 @@ inline void unpack(const uint8_t* pair, int q, Lanes even[UNIT], Lanes odd[UNIT]
 }
 // By assembly: a compiler may find that a function which only prefetches does nothing, and leave out its calls.
 inline void ahead(const void* p) { asm volatile("prefetcht0 (%0)" : : "r"(p)); }
+// What is read once, as weights are: it takes no room in the other caches from what is read again.
+inline void ahead_once(const void* p) { asm volatile("prefetchnta (%0)" : : "r"(p)); }
 // Into the second-level cache: many lines at once, of which the first-level cache would drop some.
 inline void far_ahead(const void* p) { asm volatile("prefetcht1 (%0)" : : "r"(p)); }
 

@@ -157,6 +157,7 @@ inline void unpack(const uint8_t* pair, int q, Lanes even[UNIT], Lanes odd[UNIT]
     }
 }
 inline void ahead(const void*) {}
+inline void ahead_once(const void*) {}
 inline void far_ahead(const void*) {}
 
 #undef EACH

@@ -135,8 +135,8 @@ OWN void ask_ahead(const uint8_t* weights, int first, int pair) {
     }
     next += pair * pair_bytes + first * vector_bytes<kind>();
     for (int line = 0; line < bytes; line += 64) {
-        ahead(next + line);
-        if (kind == Kind::fp32) ahead(next + 4 * STRIP + line);
+        ahead_once(next + line);
+        if (kind == Kind::fp32) ahead_once(next + 4 * STRIP + line);
     }
 }
 

@@ -32,8 +32,8 @@ uint64_t read_all(const uint8_t* data, size_t bytes) {
     for (auto& each : sums) each = zero();
     size_t i = 0;
     for (; i + 512 <= bytes; i += 512) {
-        ahead(data + i + AHEAD);
-        ahead(data + i + AHEAD + 256);
+        ahead_once(data + i + AHEAD);
+        ahead_once(data + i + AHEAD + 256);
         for (int j = 0; j < 8; j++)
             sums[j] = add(sums[j], load(reinterpret_cast<const float*>(data + i + 64 * j)));
     }
