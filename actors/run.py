@@ -127,7 +127,8 @@ def open_backend(locks: WriterLocks, boot: Boot, pool: memoryview) -> Backend:
 
     folder = Path(boot.model_folder)
     table, model = boot.topology.worker[boot.name], boot.topology.model
-    shared = max(1, len(os.sched_getaffinity(0)) // len(boot.topology.workers_on(boot.host)))
+    sharing = sum(not worker.cores for worker in boot.topology.workers_on(boot.host).values())
+    shared = max(1, len(os.sched_getaffinity(0)) // max(1, sharing))
     backend = backends.open_backend(
         backends.resolve(table.backend),
         folder,
@@ -219,8 +220,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     boot = read_boot()
     die_with(boot.launcher_pid)
-    if boot.kind == "worker" and (cores := boot.topology.worker[boot.name].cores):
-        os.sched_setaffinity(0, cores)
+    os.sched_setaffinity(0, boot.topology.cores_of(boot.name, boot.host, os.sched_getaffinity(0)))
     open_log(Path(boot.run_dir) / "logs" / f"{boot.name}.jsonl", boot.topology.launch.log_level)
     log = structlog.get_logger().bind(actor=boot.name, epoch=boot.epoch)
     try:

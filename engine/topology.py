@@ -16,13 +16,16 @@ health monitor and the scheduler are on the first. The file is the same on every
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
 from engine.messages import ActorKind
 from engine.model import Activations, WeightKind
 from engine.shapes import KVDtype
+
+if TYPE_CHECKING:
+    from collections.abc import Set
 
 Role = Literal["prefill", "decode", "both"]
 BackendName = Literal["auto", "native", "torch", "reference"]
@@ -111,8 +114,8 @@ class WorkerTable(Table, frozen=True, kw_only=True):
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     """0 takes the cores it is pinned to, or shares all among the workers."""
     cores: tuple[Annotated[int, msgspec.Meta(ge=0, le=4095)], ...] = ()
-    """Cores that the worker is pinned to, each thread of a step to its own if there are as many; none: not
-    pinned."""
+    """Cores that the worker is pinned to, each thread of a step to its own if there are as many; other actors
+    keep off them where they can. None: not pinned."""
     prefill_slots: Count = 8
     """Requests that may be in prefill here at once (roles prefill and both)."""
     decode_slots: Count = 36
@@ -245,6 +248,19 @@ class Topology(Table, frozen=True, kw_only=True):
     def workers_on(self, host: str) -> dict[str, WorkerTable]:
         """The workers of a host."""
         return {name: table for name, table in self.worker.items() if table.on == host}
+
+    def cores_of(self, actor: str, host: str, ours: Set[int]) -> Set[int]:
+        """Those of `ours` on which an actor of a host runs.
+
+        A worker has the cores that it is pinned to. All others keep off them, or where none is left off those
+        of workers that decode: a token is waited for, and a prompt takes its time anyway.
+        """
+        workers = self.workers_on(host)
+        if actor in workers and workers[actor].cores:
+            return frozenset(workers[actor].cores)
+        pinned = {core for table in workers.values() for core in table.cores}
+        decode = {core for table in workers.values() if table.role != "prefill" for core in table.cores}
+        return ours - pinned or ours - decode or ours
 
     def log_slots(self, host: str = "") -> int:
         """Slots of a host's token-log arena."""

@@ -57,6 +57,28 @@ def test_the_three_promised_topologies_are_shipped() -> None:
 
 
 @pytest.mark.parametrize(
+    ("workers", "where"),
+    [
+        ({"p": ("prefill", []), "d": ("decode", [])}, {"p": "0123", "d": "0123", "front": "0123"}),
+        ({"p": ("prefill", [0]), "d": ("decode", [1, 2])}, {"p": "0", "d": "12", "front": "3"}),
+        ({"p": ("prefill", [0, 3]), "d": ("decode", [1, 2])}, {"p": "03", "d": "12", "front": "03"}),
+        ({"p": ("prefill", []), "d": ("decode", [1, 2])}, {"p": "03", "d": "12", "scheduler": "03"}),
+        ({"b": ("both", [0, 1, 2, 3])}, {"b": "0123", "front": "0123"}),
+    ],
+    ids=str,
+)
+def test_who_has_no_cores_keeps_off_those_of_others(
+    workers: dict[str, tuple[str, list[int]]], where: dict[str, str]
+) -> None:
+    tables = "".join(
+        f'[worker.{name}]\nrole = "{role}"\ncores = {cores}\n' for name, (role, cores) in workers.items()
+    )
+    topology = parse(f"[gateway.front]\nport = 0\n{tables}", "file.toml")
+    found = {name: topology.cores_of(name, "", {0, 1, 2, 3}) for name in where}
+    assert found == {name: {int(core) for core in cores} for name, cores in where.items()}
+
+
+@pytest.mark.parametrize(
     ("more", "said"),
     [
         # Unknown keys, at every level.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -76,3 +77,20 @@ def test_another_decode_worker_goes_on_at_once(tmp_path: Path) -> None:
         print(f"{dead} killed in mid-stream: the other one told of the sequence {gap_s:.2f} s later")
         launch.wait_restarted(killed, dead)
         launch.wait_quiet()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a core each needs two cores")
+def test_a_pinned_decode_worker_has_its_core_for_itself(tmp_path: Path) -> None:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    settings = [f"worker.prefill.cores=[{first}]", f"worker.decode.cores=[{second}]"]
+    with Launch(tmp_path, "local", *settings) as launch:
+        launch.wait_ready()
+        actors = ("health", "allocator", "scheduler", "replicator", "front", "prefill", "decode")
+        cores = {name: os.sched_getaffinity(launch.life(name).pid) for name in actors}
+        assert cores.pop("decode") == {second}
+        assert cores.pop("prefill") == {first}
+        assert all(second not in on for on in cores.values()), cores
+        assert "Paris" in launch.ask(max_tokens=10)
+        killed = launch.kill("decode")
+        launch.wait_restarted(killed, "decode")
+        assert os.sched_getaffinity(launch.life("decode").pid) == {second}
