@@ -276,12 +276,11 @@ class Comparison:
         def unified() -> Mapping[str, float | None]:
             self.close()
             found = bench_pinned.saturation(self._plan(), PROMPT, GENERATED)
-            self.facts["saturation"] = found
+            self.facts.setdefault("saturation", []).append(found)
             return {"utilisation": found["utilisation"]}
 
-        self.findings.rounds(
-            "utilisation", [Contender("unified, 32 streams", ("utilisation",), unified)], number=1
-        )
+        contenders = [Contender("unified, 32 streams", ("utilisation",), unified)]
+        self.findings.rounds("utilisation", contenders, self.options.rounds)
 
     def pd(self) -> None:
         """Systems whose workers have cores of their own."""
@@ -292,7 +291,7 @@ class Comparison:
             if len(cores) < 2:
                 raise BenchFailed("a core each for prefill and decode needs two cores")
             found = bench_pinned.pinned(self._plan(), cores, separate=name == "pd")
-            self.facts[name] = found
+            self.facts.setdefault(name, []).append(found)
             return {f"{name}_{key}_p99_ms": found[f"{key}_ms"]["p99"] for key in ("loaded", "unloaded")}
 
         contenders = [
@@ -301,7 +300,7 @@ class Comparison:
             )
             for name, says in (("pd", "prefill and decode on a core each"), ("unified", "unified"))
         ]
-        self.findings.rounds("pd", contenders, number=1)
+        self.findings.rounds("pd", contenders, self.options.rounds)
 
     def _plan(self) -> bench_pinned.Plan:
         options = self.options

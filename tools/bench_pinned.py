@@ -33,7 +33,7 @@ STREAMS = 4
 STREAM_INPUT, STREAM_OUTPUT = 64, 1024
 LONG = 8192
 """Tokens of a long prompt, where the model's context has room for them."""
-LONG_ASKS = 2
+LONG_ASKS = 1
 QUIET_S = 10.0
 """Before each long prompt, and after the last."""
 FEW = 100

@@ -138,7 +138,7 @@ def markdown(report: dict[str, Any]) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        f"{report['threads']} threads; medians of {report['rounds']} interleaved rounds, but of systems one.",
+        f"{report['threads']} threads; medians of {report['rounds']} interleaved rounds.",
     ]
     if "weights" in report:
         lines.append(

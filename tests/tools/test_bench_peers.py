@@ -729,7 +729,7 @@ def test_a_real_system_with_a_core_each(model_file: Path) -> None:
 @pytest.mark.model
 @pytest.mark.skipif(not is_built(), reason="the native kernels are not built")
 def test_a_real_system_at_saturation(tmp_path: Path, model_file: Path) -> None:
-    sizes = ["--only", "utilisation", "--kv", "float32"]
+    sizes = ["--only", "utilisation", "--kv", "float32", "--rounds", "2"]
     report = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", "tools.bench", "peers", *sizes, "--json", str(report)],
@@ -742,7 +742,7 @@ def test_a_real_system_at_saturation(tmp_path: Path, model_file: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
     assert 0.3 < found["ratios"]["utilisation_32"] <= 1.0
-    assert found["saturation"]["errors"] == 0
+    assert [each["errors"] for each in found["saturation"]] == [0, 0]
 
 
 @pytest.mark.skipif(not is_built(), reason="the native kernels are not built")
