@@ -220,7 +220,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     boot = read_boot()
     die_with(boot.launcher_pid)
-    os.sched_setaffinity(0, boot.topology.cores_of(boot.name, boot.host, os.sched_getaffinity(0)))
+    ours = os.sched_getaffinity(0)
+    if (cores := boot.topology.cores_of(boot.name, boot.host, ours)) != ours:
+        os.sched_setaffinity(0, cores)
     open_log(Path(boot.run_dir) / "logs" / f"{boot.name}.jsonl", boot.topology.launch.log_level)
     log = structlog.get_logger().bind(actor=boot.name, epoch=boot.epoch)
     try:

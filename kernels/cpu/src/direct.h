@@ -39,7 +39,7 @@ inline void direct_block(const uint8_t* weights, int first, int count, const flo
     const auto pair = [&](int k, bool whole) {
         const uint8_t* p = weights + size_t(k / 2) * pair_bytes;
         constexpr int part_bytes = WIDTH * (pair_bytes / 4);
-        for (int line = 0; line < part_bytes; line += 64) ahead_once(p + AHEAD + first * (pair_bytes / 4) + line);
+        for (int line = 0; line < part_bytes; line += 64) ask_for_weights<KEEP>(p + AHEAD + first * (pair_bytes / 4) + line);
         for (int v = 0; v < WIDTH; v += UNIT) {
             Lanes even[UNIT], odd[UNIT];
             unpack_pair<kind>(p, first + v, whole, even, odd);

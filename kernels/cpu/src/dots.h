@@ -40,8 +40,10 @@ inline void unpack_words(const uint8_t* pair, int q, const Tables& t, __m512i wo
     words[1] = _mm512_unpackhi_epi8(low, high);
 }
 
+// By assembly: of twenty sums GCC 12 keeps one in memory otherwise, and all wait for it.
 inline Lanes dot(Lanes sum, __m512i words, uint32_t x) {
-    return {_mm512_dpbf16_ps(sum.v, (__m512bh)words, (__m512bh)_mm512_set1_epi32(int(x)))};
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(words), "v"(_mm512_set1_epi32(int(x))));
+    return sum;
 }
 
 // As `direct_block`.
@@ -56,7 +58,7 @@ inline void direct_dots(const uint8_t* weights, int first, int pairs, const uint
 #pragma GCC unroll 2
     for (int k = 0; k < pairs; k++) {
         const uint8_t* p = weights + size_t(k) * (2 * STRIP);
-        for (int v = 0; v < WIDTH; v += 2) ahead_once(p + AHEAD + 32 * (first + v));
+        for (int v = 0; v < WIDTH; v += 2) ask_for_weights<KEEP>(p + AHEAD + 32 * (first + v));
         for (int v = 0; v < WIDTH; v += 2) {
             __m512i words[2];
             unpack_words(p, first + v, tables, words);
@@ -104,7 +106,7 @@ PanelDots panel_dots_of(int rows, std::integer_sequence<int, ROW...>) {
 template <int ROWS, bool KEEP>
 void first_dots(const uint8_t* weights, Part part, int pairs, const uint32_t* x, float scale, float* out,
                 uint32_t* panel) {
-    constexpr int wide = !KEEP && ROWS <= 6 ? 4 : 2;
+    constexpr int wide = !KEEP && ROWS <= 5 ? 4 : 2;  // as many sums as there are registers for
     if (wide == 4 && part.end - part.first == 4)
         return direct_dots<ROWS, wide, KEEP>(weights, 0, pairs, x, scale, out, panel);
     for (int first = part.first; first < part.end; first += 2)

@@ -3,6 +3,16 @@
 // the two ways below is taken enters the result.
 #pragma once
 
+namespace {
+
+// Asks for weights, which nobody reads twice; but with panels and many rows the first-level cache alone could lose them.
+template <bool KEEP>
+inline void ask_for_weights(const uint8_t* p) {
+    KEEP ? ahead(p) : ahead_once(p);
+}
+
+}  // namespace
+
 #include FIRST_TILE
 
 namespace {

@@ -125,18 +125,18 @@ OWN void add_scaled(const Columns<ROWS, WIDTH>& sums, Lanes scale, float* out) {
 }
 
 // Asks for what lies one block behind a pair. Of vectors of half a cache line, each asks for every second line.
-template <Kind kind, int WIDTH>
+template <Kind kind, bool KEEP, int WIDTH>
 OWN void ask_ahead(const uint8_t* weights, int first, int pair) {
     constexpr int pair_bytes = 2 * STRIP * bytes_of(kind), bytes = WIDTH * vector_bytes<kind>();
     const uint8_t* next = weights + BLOCK / 2 * pair_bytes;
     if (bytes < 64) {
-        if (pair % 2 == 0) ahead(next + (first % 2 * BLOCK / 2 + pair) / 2 * pair_bytes + first / 2 * 64);
+        if (pair % 2 == 0) ask_for_weights<true>(next + (first % 2 * BLOCK / 2 + pair) / 2 * pair_bytes + first / 2 * 64);
         return;
     }
     next += pair * pair_bytes + first * vector_bytes<kind>();
     for (int line = 0; line < bytes; line += 64) {
-        ahead_once(next + line);
-        if (kind == Kind::fp32) ahead_once(next + 4 * STRIP + line);
+        ask_for_weights<KEEP>(next + line);
+        if (kind == Kind::fp32) ask_for_weights<KEEP>(next + 4 * STRIP + line);
     }
 }
 
@@ -151,7 +151,7 @@ void narrow_block(const uint8_t* weights, int first, int count, const float* x, 
     const uint8_t* p = weights + first * vector_bytes<kind>();
     int k = 0;
     for (; k + 2 <= count; k += 2, p += pair_bytes) {
-        ask_ahead<kind, WIDTH>(weights, first, k / 2);
+        ask_ahead<kind, KEEP, WIDTH>(weights, first, k / 2);
         // What is behind an address that may have changed is not loaded before.
         if (full) asm volatile("" : "+r"(by));
         asm volatile("" : "+r"(x), "+r"(p));
