@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <utility>
 
 const char* const phase_names[PHASES] = {"embed", "norm", "qkv", "attention", "output", "ffn", "head", "sample"};
 
@@ -28,8 +29,8 @@ void share(Counter& counter, int count, Work work) {
     for (int i; (i = counter.next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
 }
 
-// The first half strip of a thread when strips are dealt out evenly.
-int first_half(int strips, int number, int threads) { return int(int64_t(2) * strips * number / threads); }
+// The first of some units, strips or halves of them, that a thread has when they are dealt out evenly.
+int first_of(int units, int number, int threads) { return int(int64_t(units) * number / threads); }
 
 void grow(std::vector<float>& buffer, size_t size) {
     if (buffer.size() < size + LANES) buffer.resize(size + LANES);
@@ -40,8 +41,10 @@ void grow(std::vector<float>& buffer, size_t size) {
 Model::Model(const Variant& variant, const Shape& shape, const Pool& pool, int threads, const std::vector<int>& cores)
     : layers(shape.layers), variant(variant), shape(shape), pool(pool), team_(threads, cores), benches_(threads),
       wide_(padded(shape.hidden)) {
-    counter_count_ = shape.layers * 6 + 2;
+    counter_count_ = shape.layers * 2 + 1;
     counters_.reset(new Counter[counter_count_]);
+    share_count_ = (shape.layers * 4 + 1) * threads;
+    shares_.reset(new Share[share_count_]);
     done_.reset(new Counter[threads]);
     const int group = shape.heads / shape.kv_heads;
     for (Bench& bench : benches_) {
@@ -55,21 +58,32 @@ Model::Model(const Variant& variant, const Shape& shape, const Pool& pool, int t
     }
 }
 
-// Calls work(strip, part) for this thread's share of some strips: of few rows an even share that lies together, to the half
-// strip; else halves (or, with `whole`, strips) as they come, so that a thread which was held up has less to do.
+// Calls work(strip, part) for this thread's share of some strips, of few rows to the half strip (or, with `whole`, to the
+// strip). Of more rows it then helps others with theirs, from the end: a thread that was held up has less to do. Shares are
+// the same each time, so that most of what a thread reads and writes in a phase is what it had in the one before.
 template <typename Work>
-void Model::each_strip(Counter& counter, int strips, int rows, bool whole, int number, Work work) {
+void Model::each_strip(Share* shares, int strips, int rows, bool whole, int number, Work work) {
+    const int threads = team_.threads();
     if (rows > STREAMED_ROWS) {
-        share(counter, whole ? strips : 2 * strips, [&](int i) {
-            if (whole)
-                work(i, Part{});
-            else
-                work(i / 2, Part{2 * (i % 2), 2 * (i % 2) + 2});
-        });
+        const int units = whole ? strips : 2 * strips;
+        for (int i = 0; i < threads; i++) {
+            const int whose = (number + i) % threads;
+            const int first = first_of(units, whose, threads), end = first_of(units, whose + 1, threads);
+            for (;;) {
+                const uint64_t taken = shares[whose].taken.fetch_add(i ? uint64_t(1) << 32 : 1, std::memory_order_relaxed);
+                const int front = int(uint32_t(taken)), back = int(taken >> 32);
+                if (front + back >= end - first) break;
+                const int unit = i ? end - 1 - back : first + front;
+                if (whole)
+                    work(unit, Part{});
+                else
+                    work(unit / 2, Part{2 * (unit % 2), 2 * (unit % 2) + 2});
+            }
+        }
         return;
     }
-    int half = first_half(strips, number, team_.threads());
-    const int end = first_half(strips, number + 1, team_.threads());
+    int half = first_of(2 * strips, number, threads);
+    const int end = first_of(2 * strips, number + 1, threads);
     if (whole) {
         for (int s = (half + 1) / 2; s < (end + 1) / 2; s++) work(s, Part{});
         return;
@@ -82,8 +96,8 @@ void Model::each_strip(Counter& counter, int strips, int rows, bool whole, int n
 // Waits for the other threads. Of few rows it asks meanwhile for this thread's share of the matrix that is read then: memory
 // would do nothing.
 void Model::meet(const Matrix& next, int rows, int number) {
-    const int threads = team_.threads(), half = first_half(next.strips(), number, threads);
-    const int end = first_half(next.strips(), number + 1, threads);
+    const int threads = team_.threads(), half = first_of(2 * next.strips(), number, threads);
+    const int end = first_of(2 * next.strips(), number + 1, threads);
     if (rows > STREAMED_ROWS || half == end) return team_.barrier();
     const uint8_t* at = next.strip(half / 2);
     size_t left = std::min(ASKED_MOST, next.strip_bytes() / 2 * size_t(end - half));
@@ -115,6 +129,8 @@ void Model::prepare(const StepInput& input) {
     }
     if (!input.logits) grow(logits_, input.wanted.size() * size_t(shape.vocab));
     for (int i = 0; i < counter_count_; i++) counters_[i].next.store(0, std::memory_order_relaxed);
+    if (input.rows > STREAMED_ROWS)
+        for (int i = 0; i < share_count_; i++) shares_[i].taken.store(0, std::memory_order_relaxed);
     items_.clear();
     turns_.clear();
     const int most = attention_rows(shape.heads / shape.kv_heads);
@@ -236,6 +252,8 @@ void Model::work(const StepInput& input, int number) {
     Tiles tiles(rows, variant.tile);
     const size_t row_size = size_t(shape.heads + 2 * shape.kv_heads) * size;
     Counter* counter = counters_.get();
+    Share* shares = shares_.get();
+    const auto next_shares = [&] { return std::exchange(shares, shares + team_.threads()); };
 
     for (int r = number; r < rows; r += team_.threads()) variant.embed(embedding, input.tokens[r], &x_[r * wide_]);
     meet(layers[0].q, rows, number);
@@ -243,7 +261,7 @@ void Model::work(const StepInput& input, int number) {
 
     // Adds the product of a matrix with `from` to the residual stream.
     const auto add_product = [&](const Matrix& m, const float* from, const Matrix& next) {
-        each_strip(*counter++, m.strips(), rows, false, number, [&](int s, Part part) {
+        each_strip(next_shares(), m.strips(), rows, false, number, [&](int s, Part part) {
             strip(m, s, part, from, tiles, store_for({&m}), bench, bench.outs.data());
             const int first = LANES * part.first, count = std::min(LANES * part.end, m.outputs - s * STRIP) - first;
             for (int r = 0; r < rows && count > 0; r++)
@@ -259,15 +277,15 @@ void Model::work(const StepInput& input, int number) {
         lap(number, NORM);
 
         // What this thread attends to first it asks for now: memory is free while products are computed.
-        Counter& turning = counter[1];
-        Counter& attending = counter[2];
+        Counter& turning = *counter++;
+        Counter& attending = *counter++;
         const int items = int(items_.size());
         Run run = claim(attending, items);
         if (run.next < run.end) variant.ask(attention_of(input, items_[run.next], index));
 
         const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
         const int q_strips = layer.q.strips(), k_strips = layer.k.strips();
-        each_strip(*counter++, q_strips + k_strips + layer.v.strips(), rows, false, number, [&](int s, Part part) {
+        each_strip(next_shares(), q_strips + k_strips + layer.v.strips(), rows, false, number, [&](int s, Part part) {
             const int which = s < q_strips ? 0 : s < q_strips + k_strips ? 1 : 2;
             const Matrix& m = *parts[which];
             s -= which == 0 ? 0 : which == 1 ? q_strips : q_strips + k_strips;
@@ -286,7 +304,6 @@ void Model::work(const StepInput& input, int number) {
             share(turning, int(turns_.size()), [&](int i) { turn(input, turns_[i], index); });
             team_.barrier();
         }
-        counter += 2;
         while (run.next < run.end) {
             const Item& item = items_[run.next++];
             if (run.next == run.end) run = claim(attending, items);
@@ -311,7 +328,7 @@ void Model::work(const StepInput& input, int number) {
         how = store_for({&layer.gate, &layer.up});
         h = normed(layer.ffn_norm, tiles, how, number);
         lap(number, NORM);
-        each_strip(*counter++, layer.gate.strips(), rows, rows <= STREAMED_ROWS, number, [&](int s, Part part) {
+        each_strip(next_shares(), layer.gate.strips(), rows, rows <= STREAMED_ROWS, number, [&](int s, Part part) {
             strip(layer.gate, s, part, h, tiles, how, bench, bench.outs.data());
             strip(layer.up, s, part, h, tiles, how, bench, bench.ups.data());
             const int at = LANES * part.first, width = LANES * part.end - at, first = s * STRIP + at;
@@ -334,7 +351,7 @@ void Model::work(const StepInput& input, int number) {
     const Store how = store_for({&head});
     const float* h = normed(final_norm, tiles, how, number);
     float* logits = input.logits ? input.logits : logits_.data();
-    each_strip(*counter++, head.strips(), wanted, true, number, [&](int s, Part) {
+    each_strip(next_shares(), head.strips(), wanted, true, number, [&](int s, Part) {
         strip(head, s, {}, h, tiles, how, bench, bench.outs.data());
         const int first = s * STRIP, count = std::min(STRIP, head.outputs - first);
         for (int r = 0; r < wanted; r++)

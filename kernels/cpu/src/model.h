@@ -72,6 +72,11 @@ private:
     struct alignas(64) Counter {
         std::atomic<int> next{0};
     };
+    // How much of a thread's share of some strips is done or under way: below from its front, by itself; in the upper half
+    // from its back, by threads that have nothing left.
+    struct alignas(64) Share {
+        std::atomic<uint64_t> taken{0};
+    };
     // Some consecutive items.
     struct Run {
         int next, end;
@@ -104,7 +109,7 @@ private:
                float* out) const;
     void lap(int number, Phase phase);
     template <typename Work>
-    void each_strip(Counter& counter, int strips, int rows, bool whole, int number, Work work);
+    void each_strip(Share* shares, int strips, int rows, bool whole, int number, Work work);
     void meet(const Matrix& next, int rows, int number);
 
     Team team_;
@@ -112,7 +117,8 @@ private:
     std::vector<Item> items_, turns_;
     std::unique_ptr<Counter[]> counters_;
     std::unique_ptr<Counter[]> done_;
-    int counter_count_ = 0;
+    std::unique_ptr<Share[]> shares_;              // one a thread, for each time that strips are shared
+    int counter_count_ = 0, share_count_ = 0;
     int capacity_ = 0;                             // rows that the buffers hold
     size_t wide_ = 0;                              // a row of x_
     std::vector<float> x_, normed_, projected_, mixed_, tiled_, gated_, logits_, parts_;
