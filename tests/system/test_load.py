@@ -110,7 +110,7 @@ async def test_nothing_stays_of_those_who_left(launch: Launch) -> None:
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_its_pages(launch: Launch) -> None:
-    with launch.stream(CAPITAL, max_tokens=400) as stream:
+    with launch.stream(CAPITAL, max_tokens=900, ignore_eos=True) as stream:
         stream.read(3)
         wait_until(launch.held, 2, "its pages are in use")
     launch.wait_quiet(1.5)
