@@ -145,9 +145,7 @@ class Driven:
         """One stream from an empty context, each token fed back: as `llama-bench -p 0 -n TOKENS`."""
         self._step([Piece(0, 0, self.prompt(1))])  # warms up, as llama-bench does
         self._begin()
-        token = self.prompt(1)
-        for position in range(tokens):
-            token = self._step([Piece(0, position, token)])
+        self._continue(self.prompt(1), 0, tokens)
         return self._end(tokens)
 
     def decode_beside(self, look: Callable[[], float], slices: int, tokens: int) -> list[Streamed]:
@@ -155,12 +153,10 @@ class Driven:
 
         What memory gives may change from one second to the next, where a hypervisor moves us about.
         """
-        token, position, before, streamed = self.prompt(1), 0, look(), []
-        for _ in range(slices):
+        token, before, streamed = self.prompt(1), look(), []
+        for number in range(slices):
             self._begin()
-            for _ in range(tokens):
-                token = self._step([Piece(0, position, token)])
-                position += 1
+            token = self._continue(token, number * tokens, tokens)
             spent, after = self._end(tokens), look()
             streamed.append(Streamed(spent, max(before, after)))
             before = after
@@ -229,6 +225,12 @@ class Driven:
                 self._step([Piece(0, context, self.prompt(rows), rows)])
                 spent.append(self._steps_wall)
         return float(np.median(times[1])), float(np.median(times[VERIFIED]))
+
+    def _continue(self, token: NDArray[np.int32], first: int, tokens: int) -> NDArray[np.int32]:
+        """So many steps of one stream from position `first` on, each token fed back; the last one."""
+        for position in range(first, first + tokens):
+            token = self._step([Piece(0, position, token)])
+        return token
 
     def _begin(self) -> None:
         self._steps_wall = 0.0

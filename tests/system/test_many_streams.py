@@ -24,7 +24,7 @@ pytestmark = pytest.mark.system
 STREAMS = 1250
 """Some of them have ended before the last ones come."""
 OPEN = 1000
-TOKENS = 12
+TOKENS = 18
 MOST_KIB_A_STREAM = 48
 MOST_KIB_MORE = 4 * 1024
 """That a second load may leave behind beside the first."""

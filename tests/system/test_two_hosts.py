@@ -120,9 +120,9 @@ def alive(launch: Launch) -> list[str]:
 
 
 @contextlib.contextmanager
-def streams_on_both(launch: Launch, max_tokens: int = 1200) -> Iterator[dict[str, Stream]]:
+def streams_on_both(launch: Launch) -> Iterator[dict[str, Stream]]:
     """The same question twice, so that one is answered on each host; by the worker's name."""
-    body = {"max_tokens": max_tokens, "ignore_eos": True}
+    body = {"max_tokens": 1200, "ignore_eos": True}
     with launch.stream(**body) as one, launch.stream(**body) as other:
         one.read(2)
         other.read(2)
@@ -194,7 +194,7 @@ def test_a_killed_launcher_costs_no_token_and_its_host_comes_back(
         wait_until(lambda: not [name for name in alive(a) if "-b@" in name], 5, "it is declared dead")
         system.start("b").wait_ready()
         wait_until(lambda: "both-b@4097" in alive(a), 10, "it lives again, in a later epoch")
-        with streams_on_both(a, 300) as streams:
+        with streams_on_both(a) as streams:
             assert set(streams) == {"both-a", "both-b"}
             assert_answered_alike(streams)
         a.wait_quiet()
@@ -214,7 +214,7 @@ def test_a_link_that_is_cut_and_mended(tmp_path: Path, tiny_model: str, pair: Tw
             pair.heal()
             assert_answered_alike(streams)
         wait_until(lambda: "both-b@2" in alive(a), 15, "its worker lives again")
-        with streams_on_both(a, 300) as streams:
+        with streams_on_both(a) as streams:
             assert set(streams) == {"both-a", "both-b"}
             assert_answered_alike(streams)
         a.wait_quiet()
@@ -232,13 +232,14 @@ def test_a_host_that_is_cut_off_ends_what_it_started(tmp_path: Path, tiny_model:
         last = system.ended("b", 70)
         took = time.monotonic() - began
         assert "the first host at tcp://10.77.0.1:7450 is silent for" in last
-        # Silence counts from the last word, which came up to half a second before the cut.
-        assert DEADLINES * deadline_s - 0.5 <= took < DEADLINES * deadline_s + 5
+        # Silence counts from the last word, which came before the cut.
+        assert float(last.partition("is silent for ")[2].split()[0]) >= DEADLINES * deadline_s
+        assert took < DEADLINES * deadline_s + 5
         with a.stream(max_tokens=100, ignore_eos=True) as stream:
             assert stream.read()
         pair.heal()
         system.start("b").wait_ready()
-        with streams_on_both(a, 300) as streams:
+        with streams_on_both(a) as streams:
             assert_answered_alike(streams)
         a.send(SIGINT)
         system.ended("a", 0)

@@ -130,7 +130,7 @@ OWN void ask_ahead(const uint8_t* weights, int first, int pair) {
     constexpr int pair_bytes = 2 * STRIP * bytes_of(kind), bytes = WIDTH * vector_bytes<kind>();
     const uint8_t* next = weights + BLOCK / 2 * pair_bytes;
     if (bytes < 64) {
-        if (pair % 2 == 0) ask_for_weights<true>(next + (first % 2 * BLOCK / 2 + pair) / 2 * pair_bytes + first / 2 * 64);
+        if (pair % 2 == 0) ahead(next + (first % 2 * BLOCK / 2 + pair) / 2 * pair_bytes + first / 2 * 64);
         return;
     }
     next += pair * pair_bytes + first * vector_bytes<kind>();
